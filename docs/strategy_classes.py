@@ -179,6 +179,12 @@ def fabric_file(distribution: str) -> str:
     twin = distribution == "lightning_fabric"
     conflict = "  # type: ignore[misc]" if twin else ""
     imported_from = f"{distribution}.strategies" if twin else "lightning_pipesync.fabric.distribution"
+    first = """
+from lightning_pipesync.core.extras import import_first_installed
+
+# This registers the Trainer's strategies, which import modules of this package.
+import_first_installed("lightning", "lightning_fabric")
+"""
     classes = [_concrete(method, "FabricStrategy", "DDPStrategy", conflict) for method in IN_FABRIC]
     return f'''"""Strategies of the Fabric of ``{distribution}``; importing this module registers their names.
 
@@ -186,7 +192,7 @@ def fabric_file(distribution: str) -> str:
 """
 
 from __future__ import annotations
-
+{"" if twin else first}
 from {imported_from} import STRATEGY_REGISTRY, DDPStrategy
 
 from lightning_pipesync.fabric import arguments

@@ -254,7 +254,13 @@ def test_a_transfer_takes_what_the_rate_allows_in_both_directions(nothing_left: 
 @needs_machine
 def test_the_link_between_racks_and_a_slow_hosts_link_are_slower(nothing_left: None) -> None:
     with Network(6, rate="400mbit", racks=2, uplink="80mbit", host_rates={2: "40mbit"}) as network:
-        _, neighbor, slow, *others = transfer_rates(network, mib=4)
+        fastest = [[0.0, 0.0]] * 6
+        for _ in range(4):  # a busy machine can only make a transfer slower
+            rates = transfer_rates(network, mib=4)
+            fastest = [[*map(max, *pair)] for pair in zip(fastest, rates, strict=True)]
+            if min(fastest[1]) > 130 and all(rate > 45 for host in fastest[3:] for rate in host):
+                break
+    _, neighbor, slow, *others = fastest
     assert min(neighbor) > 130, neighbor
     assert max(slow) < 50, slow
     assert all(45 < rate < 100 for host in others for rate in host), others

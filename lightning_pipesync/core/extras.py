@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 
 #: By extra in pyproject.toml, the modules without which nothing of it works.
@@ -51,3 +52,10 @@ def check_extra(extra: str, what: str, *modules: str) -> None:
     """Raises ModuleNotFoundError with the message of :func:`missing_extra`, if there is one."""
     if message := missing_extra(extra, what, *modules):
         raise ModuleNotFoundError(message)
+
+
+def import_first_installed(*modules: str) -> None:
+    """Imports the first of ``modules`` that is installed, if any is."""
+    for module in filter(is_installed, modules):
+        import_module(module)
+        return

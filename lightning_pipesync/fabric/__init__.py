@@ -5,6 +5,11 @@ Written by docs/strategy_classes.py: change a method's settings instead, and run
 
 from __future__ import annotations
 
+from lightning_pipesync.core.extras import import_first_installed
+
+# This registers the Trainer's strategies, which import modules of this package.
+import_first_installed("lightning", "lightning_fabric")
+
 from lightning_pipesync.fabric import arguments
 from lightning_pipesync.fabric.distribution import STRATEGY_REGISTRY, DDPStrategy
 from lightning_pipesync.fabric.strategy import mixin_of
