@@ -22,6 +22,7 @@ from lightning_pipesync.core.faults.diagnosis import SENTENCES, chain, describe_
 from lightning_pipesync.core.faults.errors import cause_of, in_short, is_connection_error, is_lost_peer, is_normal_end
 from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat, Wait, call_in_time, interval_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown
+from lightning_pipesync.core.faults.torchrun import report_error_at_shutdown
 from lightning_pipesync.core.torch_private import address_of, store_of
 
 #: The number of beats that a rank may miss before it counts as silent.
@@ -92,6 +93,7 @@ class PeerWatch:
                 self._act_on_fault,
             )
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
+            report_error_at_shutdown()
 
     def waiting(self, what: str, peer: int | None = None) -> Waiting:
         """Returns a context in which this rank waits for ``what``, of ``peer``, or any other rank if None."""
