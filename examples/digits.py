@@ -119,7 +119,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="train once for each of these (default: 0)")
     parser.add_argument("--epochs", type=int, default=12, help="of every training (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per process and step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="initial (default: %(default)s)")
     parser.add_argument("--network", default="", help="its name, for the picture")
     parser.add_argument(
