@@ -1,7 +1,8 @@
-"""The files of integrations/ on one machine: other machines and Slurm are emulated, processes are real."""
+"""The files of integrations/ on one machine: other machines and schedulers are emulated, processes are real."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -19,6 +20,18 @@ from tests.harness import default_signals, free_port
 
 INTEGRATIONS = ROOT / "integrations"
 TRAINJOB = INTEGRATIONS / "kubernetes" / "trainjob.yaml"
+SKYPILOT = INTEGRATIONS / "skypilot" / "train.yaml"
+#: Prints what SkyPilot says about the tasks that it reads, a line for each.
+SKYPILOT_SAYS = """
+import json, sys
+import sky
+
+for task in json.load(sys.stdin):
+    try:
+        print(sky.Task.from_yaml_config(task).num_nodes)
+    except Exception as error:
+        print(" ".join(str(error).split()))
+"""
 SHELL_FILES = sorted(path for path in INTEGRATIONS.rglob("*") if path.suffix in (".sh", ".sbatch"))
 #: Starts its command once for each task of the job on this machine, as Slurm's srun does on the nodes.
 SRUN = """#!/usr/bin/env bash
@@ -120,6 +133,18 @@ def test_slurm_starts_accelerate(tmp_path: Path) -> None:
     assert ranks_in(result.stdout) == [f"rank {rank} of 4, local rank {rank % 2}, sum 6, a b" for rank in range(4)]
 
 
+def test_submitit_starts_a_script_that_finds_its_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="submitit is not installed")
+    (tmp_path / "helper.py").write_text("")
+    script = tmp_path / "train.py"
+    script.write_text("import helper  # of the script's folder\n" + PLAIN)
+    submit = [sys.executable, INTEGRATIONS / "slurm" / "submit.py", "--cluster", "local", "--tasks", 2]
+    [result] = run_together(([*submit, "--folder", tmp_path / "jobs", script, "a b"], environment()))
+    assert result.returncode == 0, result.stdout
+    said = "".join(output.read_text() for output in (tmp_path / "jobs").glob("*.out"))
+    assert ranks_in(said) == [f"rank {rank} of 2, sum 3, a b" for rank in range(2)]
+
+
 def test_slurm_requeues_a_job_whose_time_is_up(tmp_path: Path) -> None:
     requeued = tmp_path / "requeued"
     script = tmp_path / "wait.py"
@@ -194,3 +219,51 @@ def test_train_job_runs_with_what_its_runtime_sets(tmp_path: Path) -> None:
     for pod in pods:
         assert pod.returncode == 0, pod.stdout
     assert ranks_in("".join(pod.stdout for pod in pods)) == [f"rank {rank} of 2, sum 3, a b" for rank in range(2)]
+
+
+def skypilot_task() -> dict[str, Any]:
+    task: dict[str, Any] = yaml.safe_load(SKYPILOT.read_text())
+    return task
+
+
+def test_skypilot_knows_all_fields_of_its_task(tmp_path: Path) -> None:
+    pytest.importorskip("sky", reason="SkyPilot is not installed")
+    misplaced = skypilot_task()
+    misplaced["use_spot"] = misplaced["resources"].pop("use_spot")
+    misspelt = skypilot_task()
+    misspelt["file_mounts"]["/checkpoints"]["modes"] = "MOUNT"
+    command = [sys.executable, "-c", SKYPILOT_SAYS]
+    tasks = json.dumps([skypilot_task(), misplaced, misspelt])
+    said = subprocess.run(
+        command, input=tasks, env=environment(HOME=tmp_path), capture_output=True, text=True, check=True
+    )
+    nodes, *problems = said.stdout.splitlines()
+    assert nodes == "2"
+    for word, problem in zip(("use_spot", "modes"), problems, strict=True):
+        assert word in problem
+
+
+def test_a_skypilot_task_runs_with_what_skypilot_sets(tmp_path: Path) -> None:
+    task = skypilot_task()
+    script, *options = task["envs"]["SCRIPT"].split()
+    assert (ROOT / script).exists()
+    assert any(option.startswith(mount) for option in options for mount in task["file_mounts"])
+    (tmp_path / "train.py").write_text(PLAIN)
+    port = free_port()
+    runs = task["run"].replace(":29500", f":{port}")
+    assert runs != task["run"]
+    set_by_skypilot = {
+        "SKYPILOT_NUM_NODES": task["num_nodes"],
+        "SKYPILOT_NUM_GPUS_PER_NODE": 1,
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "SKYPILOT_TASK_ID": "sky-managed-pipesync-1-0",
+        "SCRIPT": f"{tmp_path / 'train.py'} a-b",
+        "INTERFACE": "lo",
+    }
+    machines = run_together(
+        *[(["bash", "-c", runs], environment(**set_by_skypilot, SKYPILOT_NODE_RANK=rank)) for rank in range(2)]
+    )
+    for machine in machines:
+        assert machine.returncode == 0, machine.stdout
+    said = ranks_in("".join(machine.stdout for machine in machines))
+    assert said == [f"rank {rank} of 2, sum 3, a-b" for rank in range(2)]
