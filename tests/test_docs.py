@@ -1,9 +1,7 @@
-"""The docs say what is so: tables are what the code states, snippets import what they use, files exist."""
+"""The docs say what is so: tables are what the code states, settings and files exist."""
 
 from __future__ import annotations
 
-import ast
-import builtins
 import re
 import runpy
 import textwrap
@@ -45,12 +43,6 @@ def test_every_setting_is_documented(name: str) -> None:
     assert set(docs_of(config_type)) == {field.name for field in fields(config_type)}
 
 
-#: What stands for the reader's own in the snippets, and what their scripts have before.
-STAND_INS = {
-    *("model", "net", "Net", "layers", "optimizer", "make_optimizer", "scheduler", "scaler", "loss_function", "loss"),
-    *("dataset", "data", "labels", "loader", "train_loader", "val_loader", "test_loader", "validate"),
-    *("epoch", "epochs", "total_steps", "num_batches", "args", "folder"),
-}
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LINKING_PAGES = [*PAGES, *ROOT.glob("C*.md"), *sorted((ROOT / "integrations").glob("**/*.md"))]
 
@@ -60,34 +52,6 @@ def snippets_of(page: Path) -> Iterator[tuple[int, str]]:
     text = page.read_text()
     for match in re.finditer(r"^( *)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
         yield text[: match.start(2)].count("\n") + 1, textwrap.dedent(match[2])
-
-
-def names_in(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """The names that a snippet defines, and those that it uses."""
-    defined, used = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            defined |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return defined, used
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_snippet_has_all_that_it_uses(page: Path) -> None:
-    """A snippet may build on earlier ones of its page."""
-    known = STAND_INS | set(dir(builtins))
-    for line, snippet in snippets_of(page):
-        tree = ast.parse(snippet)
-        defined, used = names_in(tree)
-        known |= defined
-        assert used <= known, f"{page.name}:{line} uses {sorted(used - known)}, which nothing imports"
-        imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        exec(compile(ast.Module(imports, []), page.name, "exec"), {})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

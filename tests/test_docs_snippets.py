@@ -1,0 +1,153 @@
+"""Every Python snippet of the README and the docs runs as it stands, on real ranks."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.docs_stand_ins import frameworks, stand_ins
+from tests.harness import launch
+from tests.test_docs import PAGES, snippets_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a snippet is run.
+
+    Attributes:
+        before, after: code that its reader has besides.
+        continues: whether it needs what the snippet before it has made, which is run first.
+        init: whether the process group exists.
+    """
+
+    before: str = ""
+    after: str = ""
+    continues: bool = False
+    ranks: int = 2
+    init: bool = True
+
+
+#: Of the snippets that need more than :func:`stand_ins`, by page and the start of the snippet.
+RUNS = {
+    ("README", "scaler.scale"): Run(
+        "from torch.amp import GradScaler\n"
+        "sync, scaler = SelSync(model, optimizer), GradScaler('cpu')\n"
+        "loss = loss_function(*[f(v) for f, v in zip((model, lambda y: y), next(iter(loader)))])",
+        "sync.detach()",
+    ),
+    ("accelerate", "train_loader.set_epoch"): Run(continues=True),
+    ("accelerate", "from transformers import Trainer"): Run(
+        "from torch import nn\n"
+        "from transformers import TrainingArguments\n"
+        "class ForTransformers(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.net = Net()\n"
+        "    def forward(self, x, labels):\n"
+        "        return {'loss': loss_function(self.net(x), labels)}\n"
+        "model, data = ForTransformers(), [{'x': x, 'labels': y} for x, y in dataset]\n"
+        "args = TrainingArguments(folder, max_steps=2, use_cpu=True, report_to=[], save_strategy='no')",
+        "trainer.train()",
+    ),
+    ("adding_a_method", "from collections.abc import Sequence"): Run(continues=True),
+    ("ea_pipe", "trainer = Trainer(strategy=EAPipeStrategy(module="): Run(
+        "from collections import OrderedDict\n"
+        "from torch import nn\n"
+        "blocks = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])\n"
+        "net = nn.Sequential(OrderedDict(blocks=blocks))",
+        "engine.detach()",
+        ranks=3,
+    ),
+    ("fabric", "from lightning_pipesync.fabric import"): Run(after="fabric.launch()"),
+    ("fabric", "with fabric.strategy.consolidated"): Run(continues=True),
+    ("fabric", "from torch.utils.data import"): Run(
+        "import lightning_pipesync\n"
+        "from lightning.fabric import Fabric\n"
+        "fabric = Fabric(strategy='selsync')\n"
+        "fabric.launch()\n"
+        "model, optimizer = fabric.setup(model, optimizer)",
+        "next(iter(loader))",
+    ),
+    ("large_batches", "def configure_optimizers"): Run(
+        "from lightning.pytorch import Trainer",
+        "Net.configure_optimizers = configure_optimizers\nTrainer(strategy='selsync').fit(Net(), loader)",
+    ),
+    ("launching", "import os"): Run("import os\nos.environ |= {'LOCAL_WORLD_SIZE': '1', 'GROUP_WORLD_SIZE': '2'}"),
+    ("local_sgd", "sync = LocalSGD("): Run(after="sync.detach()"),
+    ("local_sgd", "from itertools import islice"): Run(after="sync.detach()", init=False),
+    ("netlab", "import torch\n"): Run(init=False),
+    ("parameter_server", "sync = ParameterServer(model, optimizer, servers=1"): Run(after="sync.detach()"),
+    ("parameter_server", "sync = ParameterServer(model, optimizer, policy="): Run(after="sync.detach()"),
+    ("plan", "from lightning_pipesync import StepReport"): Run(
+        "import json\n"
+        "from pathlib import Path\n"
+        "Path('outputs/plan').mkdir(parents=True, exist_ok=True)\n"
+        "Path('outputs/plan/plan.json').write_text(json.dumps({'results': [{'predictions': []}]}))\n"
+        "import torch\n"
+        "torch.distributed.barrier()"
+    ),
+    ("plan", "def for_plan"): Run(after="model, batch, loss = for_plan()\nloss(model, batch).backward()"),
+    ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
+}
+#: Those that cannot run here, with the reason.
+NOT_RUN = {
+    (
+        "netlab",
+        "from lightning_pipesync.lab.netlab import",
+    ): "needs root or user namespaces, and a script; tests/test_netlab.py runs both calls",
+}
+
+
+def entry_of(page: Path, snippet: str, table: dict[tuple[str, str], object]) -> object:
+    found = [entry for (name, start), entry in table.items() if name == page.stem and snippet.startswith(start)]
+    assert len(found) <= 1, snippet
+    return found[0] if found else None
+
+
+SNIPPETS = [(page, number) for page in PAGES for number in range(len([*snippets_of(page)]))]
+
+
+def test_the_tables_name_snippets_that_exist() -> None:
+    for name, start in RUNS.keys() | NOT_RUN.keys():
+        [page] = [page for page in PAGES if page.stem == name]
+        assert sum(snippet.startswith(start) for _, snippet in snippets_of(page)) == 1, (name, start)
+
+
+@pytest.mark.parametrize(("page", "number"), SNIPPETS, ids=[f"{page.stem}-{number}" for page, number in SNIPPETS])
+def test_a_snippet_runs(page: Path, number: int, tmp_path: Path) -> None:
+    [*snippets] = snippets_of(page)
+    if reason := entry_of(page, snippets[number][1], NOT_RUN):
+        pytest.skip(str(reason))
+    run = entry_of(page, snippets[number][1], RUNS) or Run()
+    assert isinstance(run, Run)
+    launch(run_snippet, run.ranks, page, number, tmp_path, init=run.init)
+
+
+def run_snippet(page: Path, number: int, folder: Path) -> None:
+    """Runs a snippet, after those that it continues, with what the page has imported before."""
+    os.chdir(folder)
+    [*snippets] = snippets_of(page)
+    first = number
+    while isinstance(run := entry_of(page, snippets[first][1], RUNS), Run) and run.continues:
+        first -= 1
+    module = ModuleType("snippet")  # where dataclasses look for the types of their fields
+    sys.modules[module.__name__] = module
+    with ExitStack() as stack:
+        for context in frameworks():
+            stack.enter_context(context)
+        for line, snippet in snippets[:first]:
+            imports = [node for node in ast.parse(snippet).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+            exec(compile(ast.Module(imports, []), f"{page}:{line}", "exec"), vars(module))
+        vars(module).update(stand_ins(str(folder)))
+        for line, snippet in snippets[first : number + 1]:
+            run = entry_of(page, snippet, RUNS) or Run()
+            assert isinstance(run, Run)
+            for code in (run.before, "\n" * line + snippet, run.after):
+                exec(compile(code, str(page), "exec"), vars(module))
