@@ -23,6 +23,7 @@ from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.servers import ParameterServer, ParameterServerConfig
 from lightning_pipesync.training.linear_scaling import LinearScalingLR
+from lightning_pipesync.training.presets import PRESETS
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def register_method(method: type[Method]) -> None:
     """
     if METHODS.get(method.name, method) is not method:
         raise ValueError(f"name={method.name!r} is that of {METHODS[method.name].__name__}: choose another one.")
+    if method.name in PRESETS:
+        raise ValueError(f"name={method.name!r} is that of a preset: choose another one.")
     METHODS[method.name] = method
     for adapter in _STRATEGIES_FOR.values():
         if adapter in sys.modules:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "lightning_pipesync"
 METHODS_OF_PACKAGE = [one for one in METHODS.values() if one.__module__.startswith("lightning_pipesync.")]
 
 #: Where methods are listed.
-LISTED = {"__init__.py", "training/registry.py"}
+LISTED = {"__init__.py", "training/presets.py", "training/registry.py"}
 #: The first lines of a file that a script has written from the registry.
 GENERATED = "Written by docs/strategy_classes.py"
 

@@ -11,7 +11,7 @@ import yaml
 
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import check_for_loop
-from lightning_pipesync.training.registry import METHODS, make_config, parse_config
+from lightning_pipesync.training.registry import METHODS, make_config, parse_config, resolve
 
 PREFIX = "PIPESYNC_"
 #: The variable that names the YAML file with method and settings.
@@ -26,8 +26,9 @@ class PipeSyncPlugin:
     """A method and its settings, for :class:`PipeSyncAccelerator`.
 
     Args:
-        method: the name of a method, such as ``"dear"``; those of the package are in ``training.registry.METHODS``.
-        settings: the method's settings, those of its dataclass, such as DeARConfig.
+        method: the name of a method, such as ``"dear"``, or of a preset, such as ``"diloco"``; those of the package are
+            in ``training.registry.METHODS`` and ``training.presets.PRESETS``.
+        settings: the method's settings, those of its dataclass, such as DeARConfig. They override a preset's.
 
     Attributes:
         method: the method's name.
@@ -38,8 +39,8 @@ class PipeSyncPlugin:
     """
 
     def __init__(self, method: str, **settings: Any) -> None:
-        self.method = method
-        self.config = make_config(method, settings)
+        self.method, settings = resolve(method, settings)
+        self.config = make_config(self.method, settings)
         check_for_loop(type(self.config), settings)
 
     @property
@@ -56,7 +57,7 @@ class PipeSyncPlugin:
         """
         settings = dict(mapping)
         plugin = cls.__new__(cls)
-        plugin.method = settings.pop("method", None)
+        plugin.method, settings = resolve(settings.pop("method", None), settings)
         plugin.config = parse_config(plugin.method, settings)
         check_for_loop(type(plugin.config), settings)
         return plugin

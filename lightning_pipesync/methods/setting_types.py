@@ -11,6 +11,7 @@ import numpy as np
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.names import did_you_mean
 
 # Types with words of their own.
 MiB = Annotated[float, "a number of MiB"]
@@ -38,8 +39,14 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
     if fit is UNFIT and value is None and any(part is Codec or "none" in get_args(part) for part in parts(annotation)):
         return "none"
     if fit is UNFIT:
-        raise ValueError(f"{name} must be {words_for(annotation)}, got {value!r}.")
+        raise ValueError(f"{name} must be {words_for(annotation)}, got {value!r}.{hint_for(annotation, value)}")
     return fit
+
+
+def hint_for(annotation: Any, value: Any) -> str:
+    """Returns the end of a message about a value that is not of its type: the choice that may be meant, or nothing."""
+    choices = (choice for part in parts(annotation) if get_origin(part) is Literal for choice in get_args(part))
+    return did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
 
 
 def parts(annotation: Any) -> Iterator[Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, get_type_hints
 
+from lightning_pipesync.core.names import did_you_mean
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.local_sgd import LocalSGD
@@ -15,9 +15,10 @@ from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 from lightning_pipesync.methods.servers import ParameterServer
-from lightning_pipesync.methods.setting_types import words_for
+from lightning_pipesync.methods.setting_types import hint_for, words_for
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.class_paths import check_class_paths
+from lightning_pipesync.training.presets import PRESETS
 
 #: Every method by its name. Strategies, plugin, command line and docs derive from it.
 METHODS: dict[str, type[Method]] = {
@@ -25,8 +26,20 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+def resolve(name: Any, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the name of the method that ``name`` stands for, and ``settings``, which override those of its preset.
+
+    A name is read in lower case, as Lightning reads that of a strategy, and with underscores for dashes. What is not
+    the name of a method or preset is returned as it is.
+    """
+    read = str(name).lower().replace("-", "_")
+    if read in PRESETS:
+        return PRESETS[read].method, {**PRESETS[read].settings, **settings}
+    return (read if read in METHODS else name), dict(settings)
+
+
 def make_config(method: object, settings: Mapping[str, Any]) -> Settings:
-    """Returns the settings of the method of that name.
+    """Returns the settings of the method of that name, or of a preset's.
 
     Raises:
         ValueError: there is no such method or setting, or one is out of its range.
@@ -36,7 +49,7 @@ def make_config(method: object, settings: Mapping[str, Any]) -> Settings:
 
 
 def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
-    """Returns the settings of the method of that name, from a YAML file or from environment variables.
+    """Returns the settings of the method of that name, or of a preset's, from YAML or from environment variables.
 
     A text is read as YAML of the setting's type, so that ``"0.3"`` is a number.
 
@@ -56,7 +69,8 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
         try:
             found = parser.parse_object({name: math.inf if str(value).lower() == "inf" else value})
         except ArgumentError as error:
-            detail = f" {error}" if isinstance(value, Mapping) else ""  # of a class, and its arguments
+            # Of a class, and its arguments.
+            detail = f" {error}" if isinstance(value, Mapping) else hint_for(annotations[name], value)
             raise ValueError(f"{name} must be {words_for(annotations[name])}, got {value!r}.{detail}") from None
         parsed |= parser.instantiate(found).as_dict()
     return config_type(**parsed)
@@ -64,14 +78,15 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
 
 def _present(method: object, settings: Mapping[str, Any]) -> tuple[type[Settings], dict[str, Any]]:
     """Returns the class of a method's settings, and ``settings`` by their present names, all of which it has."""
+    method, settings = resolve(method, settings)
     if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+        known = [*METHODS, *PRESETS]
+        raise ValueError(f"method must be one of {', '.join(known)}, got {method!r}.{did_you_mean(method, known)}")
     config_type = METHODS[method].config_type
     settings = config_type.with_present_names(settings)
     known = [field.name for field in fields(config_type)]
     for name in settings:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, known)
             raise ValueError(f"method={method!r} has no setting {name!r}. It has: {', '.join(known)}.{hint}")
     return config_type, settings

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, ParamSpec, get_type_hints
 
 from lightning_pipesync.methods.method import Method
+from lightning_pipesync.training.presets import PRESETS
 from lightning_pipesync.training.registry import METHODS
 
 P = ParamSpec("P")
@@ -26,7 +27,7 @@ OF_DDP = (
 
 
 class Strategies:
-    """Registers the strategies of all methods with the ``registry`` of one distribution of a framework.
+    """Registers the strategies of all methods and presets with the ``registry`` of a distribution of a framework.
 
     ``classes`` are the globals of a module with the strategy classes; those of a user's methods are added. ``suffix``
     follows the method's name in that of a class. ``base`` is the distribution's DDPStrategy. ``mixin_of`` returns the
@@ -43,13 +44,20 @@ class Strategies:
 
     def register(self, method: type[Method]) -> None:
         name = method.__name__ + self._suffix
-        strategy = self._classes.get(name)
+        strategy: Any = self._classes.get(name)
         if getattr(strategy, "name", None) != method.name:
             mixin, without = self._mixin_of(method)
             strategy = strategy_class(name, method, (mixin, self._base), without, self._classes["__name__"])
             self._classes[name] = strategy
-        summary = (inspect.getdoc(strategy) or "").partition("\n")[0]
-        self._registry.register(method.name, strategy, summary, override=True)
+        self._add(method.name, strategy, (inspect.getdoc(strategy) or "").partition("\n")[0])
+        for preset_name, preset in PRESETS.items():
+            if preset.method == method.name:
+                self._add(preset_name, strategy, preset.summary, **preset.settings)
+
+    def _add(self, name: str, strategy: type, summary: str, **settings: Any) -> None:
+        """Registers a strategy under ``name``, also with dashes in place of underscores."""
+        for spelled in {name, name.replace("_", "-")}:
+            self._registry.register(spelled, strategy, summary, override=True, **settings)
 
 
 def passes_to(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:

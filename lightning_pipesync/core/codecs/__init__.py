@@ -8,6 +8,7 @@ from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression
 from lightning_pipesync.core.codecs.int4 import Int4
 from lightning_pipesync.core.codecs.int8 import Int8
 from lightning_pipesync.core.codecs.topk import TopK
+from lightning_pipesync.core.names import did_you_mean
 
 __all__ = [
     "BF16",
@@ -38,5 +39,8 @@ def get_codec(codec: str | Codec, setting: str = "compression") -> Codec:
     if isinstance(codec, Codec):
         return codec
     if codec not in CODECS:
-        raise ValueError(f"{setting}={codec!r} is not known: use a Codec or one of {', '.join(map(repr, CODECS))}")
+        names = ", ".join(map(repr, CODECS))
+        raise ValueError(
+            f"{setting}={codec!r} is not known: use a Codec or one of {names}.{did_you_mean(codec, CODECS)}"
+        )
     return CODECS[codec]()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.named_settings import parse_named
+from lightning_pipesync.lab.bench.named_settings import parse_named, split_method
 from lightning_pipesync.lab.bench.tasks import EVALUATED_ON, TASKS, Task, build_task, evaluations
 from lightning_pipesync.lab.bench.training import Training, compared_trainings, config_types
 
@@ -103,7 +103,7 @@ class Converge(Benchmark):
 
 def parse_method(text: str) -> Callable[[Task], Training]:
     """Returns a factory of trainings with the method ``NAME`` or ``NAME:SETTING=VALUE,...``."""
-    name, config = text.partition(":")[0], config_of(text)
+    name, config = split_method(text)[0], config_of(text)
     return lambda task: Training(task, name, config)
 
 

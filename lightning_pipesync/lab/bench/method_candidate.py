@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.lab.bench.candidate import Candidate, Trainable, sgd
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.named_settings import parse_settings
+from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
 from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry
 from lightning_pipesync.training.registry import METHODS
 
@@ -142,12 +142,13 @@ def method_candidates(text: str, bucket_mb: Sequence[float], known: Iterable[str
 
     ``known`` is what else can be compared, for the message of the ValueError for an unknown name.
     """
-    name, _, chosen = text.partition(":")
+    name, preset, chosen = split_method(text)
     if name not in METHODS:
-        raise ValueError(f"methods: {text!r} is not known; there are {', '.join([*METHODS, *known])}. {OWN_METHODS}")
+        raise unknown_method(name, [*METHODS, *known], f" {OWN_METHODS}")
     entry = lab_of(name)
-    label = f"{entry.label} ({chosen.replace(',', ', ')})" if chosen else entry.label
-    settings = parse_settings(text, METHODS[name].config_type)
+    shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
+    label = f"{entry.label} ({', '.join(shown)})" if shown else entry.label
+    settings = {**preset, **parse_settings(text, METHODS[name].config_type)}
     try:
         declared = entry.bench_candidates(label, settings, bucket_mb)
     except TypeError as error:

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning_pipesync.core.names import did_you_mean
+from lightning_pipesync.training.presets import PRESETS
+from lightning_pipesync.training.registry import resolve
+
+
+def split_method(text: str) -> tuple[str, dict[str, Any], str]:
+    """Splits ``NAME`` or ``NAME:SETTING=VALUE,...``: the method, the settings of its preset, and those of the user."""
+    name, _, chosen = text.partition(":")
+    method, preset = resolve(name, {})
+    return method, preset, chosen
+
 
 def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping[str, Any] | None = None) -> Any:
     """Parses ``NAME`` or ``NAME:SETTING=VALUE,...`` into the dataclass of that name, with ``fixed`` settings.
@@ -12,11 +23,11 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
     Raises:
         ValueError: the name or a setting is unknown, or a value out of its range.
     """
-    name = text.partition(":")[0]
+    name, preset, _ = split_method(text)
     if name not in config_types:
-        raise ValueError(f"methods: {name!r} is not known; there are {', '.join(config_types)}.")
+        raise unknown_method(name, config_types)
     fixed = fixed or {}
-    settings = parse_settings(text, config_types[name], fixed)
+    settings = {**preset, **parse_settings(text, config_types[name], fixed)}
     try:
         return config_types[name](**settings, **fixed)
     except TypeError as error:
@@ -31,10 +42,20 @@ def parse_settings(text: str, config_type: type[Any], fixed: Iterable[str] = ())
     for assignment in filter(None, rest.split(",")):
         key, equals, value = assignment.partition("=")
         if key not in known or not equals:
-            raise ValueError(f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.")
+            hint = did_you_mean(key, known)
+            raise ValueError(
+                f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.{hint}"
+            )
         # "none" is None for a setting that may be None, else a word, such as a codec.
         settings[key] = None if value.lower() == "none" and "None" in str(known[key].type) else _value(value)
     return settings
+
+
+def unknown_method(name: str, known: Iterable[str], otherwise: str = "") -> ValueError:
+    """Returns the error for a name that is not ``known``, with ``otherwise`` at its end."""
+    listed = [*known]
+    hint = did_you_mean(name, [*listed, *PRESETS])
+    return ValueError(f"methods: {name!r} is not known; there are {', '.join(listed)}.{hint}{otherwise}")
 
 
 def readable(method: str) -> str:

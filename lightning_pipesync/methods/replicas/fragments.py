@@ -181,7 +181,10 @@ def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[Nam
         return [list(parameters)]
     layers = [list(members) for _, members in groupby(parameters, key=lambda parameter: parameter.layer)]
     if len(layers) < number:
-        raise ValueError(f"fragments={number!r} is more than the {len(layers)} layers with parameters of an optimizer.")
+        raise ValueError(
+            f"fragments={number!r} is more than the {len(layers)} layers with parameters of an optimizer."
+            f" Set fragments={len(layers)} or less."
+        )
     sizes = [sum(map(num_bytes, layer)) for layer in layers]
     return [[p for index in indices for p in layers[index]] for indices in divide_layers(sizes, number)]
 
