@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 from torch.amp.grad_scaler import OptState
+from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -33,6 +34,9 @@ require(torch._C._functorch, "maybe_current_level")
 require(Tensor, "_version")
 require(nn.Module, "_compiled_call_impl")
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+require(profiler, "_is_profiler_enabled")
+require(torch._C._profiler, "_ExperimentalConfig")
+require(multiprocessing, "_set_thread_name")
 
 
 #: Decorates a function that is not compiled, as ``torch.compiler.disable``, which takes half a second to import.
@@ -93,6 +97,21 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
 def in_function_transform() -> bool:
     """Returns whether a transform of ``torch.func`` runs, within which tensors must not get other data."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def profiler_runs() -> bool:
+    """Returns whether ``torch.profiler`` runs in this process, on whichever thread it was started."""
+    return profiler._is_profiler_enabled
+
+
+def all_threads() -> Any:
+    """Returns the ``experimental_config`` with which ``torch.profiler`` records all threads, not only its own."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+def name_thread(name: str) -> None:
+    """Names the calling thread for profilers and debuggers, which see its first 15 characters on Linux."""
+    multiprocessing._set_thread_name(name)
 
 
 def version(tensor: Tensor) -> int:

@@ -25,6 +25,7 @@ import torch
 
 from lightning_pipesync.core.comm.handle import Handle, Promise, Worker
 from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.profiling import profiled
 
 T = TypeVar("T")
 
@@ -80,6 +81,7 @@ class CommQueue:
         start: Callable[[], Handle[T]],
         after: Callable[[T], object] = lambda _: None,
         requires: Queued[Any] | None = None,
+        what: str = "",
     ) -> Queued[T]:
         """Queues an operation and returns a handle, which waits for the operation and for ``after``.
 
@@ -91,6 +93,7 @@ class CommQueue:
             start: starts the operation; called on the thread.
             after: called on the thread with the result.
             requires: an earlier operation of this queue that has to be complete before this one starts.
+            what: what it is about, for profilers, which show ``kind`` and ``what``.
         """
         queued: Queued[T] = Queued(kind, self._traffic, self._device)
         started: Promise[Handle[T]] = Promise()
@@ -99,11 +102,13 @@ class CommQueue:
         def start_after_the_caller() -> Handle[T]:
             if self._stream is not None and submitted is not None:
                 self._stream.wait_event(submitted)
-            return start()
+            with profiled(kind, what, "start"):
+                return start()
 
         def finish() -> T:
-            result = started.wait().wait()
-            after(result)
+            with profiled(kind, what, "finish"):
+                result = started.wait().wait()
+                after(result)
             if self._stream is not None:
                 queued.event = self._stream.record_event()
             return result

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from lightning_pipesync.core.faults.shutdown import join_thread
+from lightning_pipesync.core.torch_private import name_thread
 
 T = TypeVar("T")
 
@@ -106,6 +107,7 @@ class Worker:
 
     def _run(self) -> None:
         _this_thread.is_worker = True
+        name_thread(self._thread.name)
         while (job := self._next()) is not None:
             job()
         while self._idle():

@@ -34,6 +34,8 @@ from lightning_pipesync.core.comm.wire import packed, start_unpacking
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.failure import KNOWN
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown, join_thread
+from lightning_pipesync.core.profiling import profiled
+from lightning_pipesync.core.torch_private import name_thread
 
 #: The most seconds between two messages, and the most as a fraction of the timeout.
 INTERVAL_S, FRACTION_OF_TIMEOUT = 10.0, 1 / 4
@@ -161,7 +163,7 @@ class _Outbox:
         self._interval_s = interval_s
         self.error: Exception | None = None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"pipesync-mail-to-{peer}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"pipesync-to-{peer}", daemon=True)
         self.thread.start()
 
     def put(self, message: Any) -> None:
@@ -171,6 +173,7 @@ class _Outbox:
         self._queue.put((message, parts))
 
     def _run(self) -> None:
+        name_thread(self.thread.name)
         try:
             message = None
             while message is not _Sign.LAST:
@@ -180,8 +183,9 @@ class _Outbox:
                     parts = packed(_Sign.ALIVE)
                 if message is _Sign.STOP:
                     return
-                for work in [self._messages.start_sending(part, self._peer) for part in parts]:
-                    self._messages.wait_sent(work, self._peer)
+                with profiled("send", type(message).__name__):
+                    for work in [self._messages.start_sending(part, self._peer) for part in parts]:
+                        self._messages.wait_sent(work, self._peer)
         except RuntimeError as error:  # the peer is lost
             self.error = error
 
@@ -196,10 +200,11 @@ class _Inbox:
         self._messages, self.peer, self._deliver, self._end = messages, peer, deliver, end
         self.heard, self.has_ended = time.monotonic(), threading.Event()
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run, name=f"pipesync-mail-from-{peer}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"pipesync-from-{peer}", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
+        name_thread(self.thread.name)
         try:
             while True:
                 message = start_unpacking(self._messages, self.peer, torch.device("cpu"))()

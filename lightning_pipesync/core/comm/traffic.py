@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_pipesync.core.comm.handle import on_worker_thread
+from lightning_pipesync.core.profiling import profiled
 
 
 class Traffic:
@@ -39,7 +40,8 @@ class Traffic:
             return
         start, self._this_thread.waits = time.perf_counter(), True
         try:
-            yield
+            with profiled("wait for", kind):
+                yield
         finally:
             self._this_thread.waits = False
             self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + time.perf_counter() - start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
@@ -34,8 +36,9 @@ class FusedBucket(GradientBucket):
         optimizers: Sequence[Optimizer],
         config: DeARConfig,
         transport: Transport,
+        number: int,
     ) -> None:
-        super().__init__([member.tensor for member in members], transport, config.compression)
+        super().__init__([member.tensor for member in members], transport, config.compression, number=number)
         assert members[0].group is not None
         self.members, self.group = list(members), members[0].group
         optimizer, lossless = optimizers[self.group[0]], self._codec.lossless
@@ -95,13 +98,14 @@ class FusedBucket(GradientBucket):
         begin, largest = self._num_early, self._largest_shard
         self._num_early = min(largest, begin + -(-largest // pieces))
         part = None if pieces == 1 else slice(begin, self._num_early)
-        queue.submit("all_gather", lambda: self._gather_gradient(part), requires=self._averaged[0])
+        start = partial(self._gather_gradient, part)
+        queue.submit("all_gather", start, requires=self._averaged[0], what=self.label)
 
     def start_update(self, queue: CommQueue) -> None:
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
         start = (lambda: Handle(lambda: self.gradients.flat)) if self._all_early else self._start_all_gather
-        self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather())
+        self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather(), what=self.label)
 
     def wait(self) -> None:
         if self._gathered is not None:
@@ -188,14 +192,18 @@ class FusedBucket(GradientBucket):
         if not self.sharded:
             return self._gather_gradient(slice(self._num_early, None) if self._num_early else None)
         if self._difference is None:
-            self.update.apply(self.present)
+            self._apply_update()
             return self._collectives.all_gather(self.values.flat, codec=self._codec)
         self._updated.copy_(self._shard)
         if self._dropped is not None:
             self._updated.add_(self._dropped)
-        self.update.apply(self.present)
+        self._apply_update()
         torch.sub(self._updated, self._shard, out=self._collectives.shard(self._difference))
         return self._collectives.all_gather(self._difference, codec=self._codec)
+
+    def _apply_update(self) -> None:
+        with profiled("update", self.label):
+            self.update.apply(self.present)
 
     def _gather_gradient(self, part: slice | None) -> Handle[Tensor]:
         return self._collectives.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback, part=part)
@@ -211,7 +219,7 @@ class FusedBucket(GradientBucket):
     @torch.no_grad()
     def _finish_all_gather(self) -> None:
         if not self.sharded:
-            self.update.apply(self.present)
+            self._apply_update()
         elif self._difference is not None:
             self.values.flat.add_(self._difference)
             if self._dropped is not None:

@@ -134,7 +134,10 @@ class FusedBuckets:
             bucket.load_state_dict(saved)
 
     def _set_buckets(self, layout: Sequence[Sequence[NamedParameter]]) -> None:
-        self.buckets = [FusedBucket(members, self._optimizers, self._config, self._transport) for members in layout]
+        self.buckets = [
+            FusedBucket(members, self._optimizers, self._config, self._transport, number)
+            for number, members in enumerate(layout)
+        ]
         self.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}
         self._feedpipe.set_buckets(self.buckets, [parameter.tensor for parameter in self._needed])
 

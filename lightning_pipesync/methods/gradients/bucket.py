@@ -15,6 +15,7 @@ from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import foreach_copy_, version
 
 
@@ -22,6 +23,7 @@ class GradientBucket:
     """The gradients of parameters of one dtype in one buffer, and their average over the ranks.
 
     The buffer is divided into pieces of ``piece_numel`` values, each of which has its own all-reduce; None: one piece.
+    ``number`` is its place in the order of all-reduces, for profilers.
     """
 
     kind: ClassVar[str] = "all_reduce"  # under which waiting is counted
@@ -32,6 +34,7 @@ class GradientBucket:
         collectives: Collectives,
         codec: str | Codec = "none",
         piece_numel: int | None = None,
+        number: int = 0,
     ) -> None:
         self.parameters = list(parameters)
         self.gradients = Bucket(self.parameters)
@@ -40,6 +43,7 @@ class GradientBucket:
         self.feedback: list[ErrorFeedback | None] = [None] * len(self.pieces)  # the residuals of each piece
         self.present = [True] * len(self.parameters)  # whether it had a gradient; on any rank, once that is known
         self._collectives, self._codec = collectives, get_codec(codec)
+        self.label = f"bucket {number}" if self._codec.lossless else f"bucket {number} ({self._codec.name})"
         self._noted: list[tuple[Tensor, int] | None] = []
         self._averaged: list[Queued[Tensor]] = []
 
@@ -55,7 +59,8 @@ class GradientBucket:
         """Packs the gradients, zeros for missing ones, and queues their average, after ``requires``."""
         self.pack()
         self._averaged = [
-            queue.submit(self.kind, partial(self.start, index), requires=requires) for index in range(len(self.pieces))
+            queue.submit(self.kind, partial(self.start, index), requires=requires, what=self.label)
+            for index in range(len(self.pieces))
         ]
 
     def pack(self) -> None:
@@ -122,7 +127,7 @@ class GradientBuckets:
         codec: str | Codec = "none",
         error_feedback: bool = False,
     ) -> None:
-        self.buckets = [GradientBucket(members, collectives, codec) for members in parameters]
+        self.buckets = [GradientBucket(p, collectives, codec, number=i) for i, p in enumerate(parameters)]
         self.index_of = {id(tensor): index for index, members in enumerate(parameters) for tensor in members}
         self._collectives = collectives
         if error_feedback:
@@ -135,15 +140,16 @@ class GradientBuckets:
         ``some_missing``: whether some rank has a parameter without a gradient, the same on all ranks. A missing
         gradient counts as zero. A gradient that no rank has stays None, as in DDP.
         """
-        if some_missing:
-            self.add_missing()
-        handles = []
-        for bucket in self.buckets:
-            bucket.pack()
-            handles.append(bucket.start())
-        for bucket, handle in zip(self.buckets, handles, strict=True):
-            handle.wait()
-            bucket.unpack()
+        with profiled("average gradients"):
+            if some_missing:
+                self.add_missing()
+            handles = []
+            for bucket in self.buckets:
+                bucket.pack()
+                handles.append(bucket.start())
+            for bucket, handle in zip(self.buckets, handles, strict=True):
+                handle.wait()
+                bucket.unpack()
 
     def unpack(self) -> None:
         """Replaces all gradients by their average, once it has arrived; a missing one stays None."""

@@ -62,9 +62,10 @@ class GradientLayout:
 
     def _new_buckets(self) -> list[GradientBucket]:
         buckets = []
-        for tensors in ([member.tensor for member in members] for members in self._members_of):
+        for number, members in enumerate(self._members_of):
+            tensors = [member.tensor for member in members]
             piece_numel = SHARD_OF_PIECE * self._transport.world_size // tensors[0].element_size()
-            buckets.append(GradientBucket(tensors, self._transport, self.config.compression, piece_numel))
+            buckets.append(GradientBucket(tensors, self._transport, self.config.compression, piece_numel, number))
         return buckets
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
@@ -144,7 +145,8 @@ class GradientPipe(BackPipePolicy):
         self.predicted.forget()  # a forward pass may have run since the gradient was submitted
         late = self.pipeline.num_updates - self._due.num_updates
         later = [gradient.hyperparameters for gradient in self.pipeline.in_flight]
-        with self._guard.stepping(), in_use(self.optimizer, self._compensated(self._due, late), later):
+        hyperparameters = self._compensated(self._due, late)
+        with profiled("update"), self._guard.stepping(), in_use(self.optimizer, hyperparameters, later):
             optimizer_step()
         self.pipeline.count_update(self._due.num_updates)
         self._due = None

@@ -15,6 +15,7 @@ from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.replicas.agreed import Agreed
 from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_same, exchange_flags
 from lightning_pipesync.methods.replicas.groups import replicas_of
@@ -83,7 +84,8 @@ class Fragments:
             flight.agreed = self.replicas.agreed.copies(buckets)
         if overlap and self._config.own_share == "progress":
             flight.starts = [self.replicas.packed(index).clone() for index in buckets]
-        flight.handles = [self.replicas.start(index, ranks, background=overlap > 0) for index in buckets]
+        with profiled("start average of fragment", fragment):
+            flight.handles = [self.replicas.start(index, ranks, background=overlap > 0) for index in buckets]
         self._flights[fragment] = flight
         if not overlap:
             self._apply(fragment)
@@ -142,14 +144,15 @@ class Fragments:
 
     def _apply(self, fragment: int) -> None:
         own_share = self._config.own_share if self._config.overlap_steps else 0.0
-        starts = self._arrive(fragment).starts
-        for place, index in enumerate(self._fragments[fragment]):
-            if own_share != "progress":
-                self.replicas.apply(index, own_share)
-            elif starts:
-                self.replicas.add_progress(index, starts[place])
-            else:  # it was saved by a run with a number for own_share
-                self.replicas.apply(index)
+        with profiled("apply average of fragment", fragment):
+            starts = self._arrive(fragment).starts
+            for place, index in enumerate(self._fragments[fragment]):
+                if own_share != "progress":
+                    self.replicas.apply(index, own_share)
+                elif starts:
+                    self.replicas.add_progress(index, starts[place])
+                else:  # it was saved by a run with a number for own_share
+                    self.replicas.apply(index)
 
     def _arrive(self, fragment: int) -> Flight:
         """Ends an average; its results are in the buffers then."""

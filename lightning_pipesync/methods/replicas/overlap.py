@@ -28,7 +28,7 @@ class AveragedBucket:
 
     def start_update(self, queue: CommQueue) -> None:
         start, finish = partial(self._replicas.start, self._index), partial(self._replicas.finish, self._index)
-        self._average = queue.submit("all_reduce", start, finish)
+        self._average = queue.submit("all_reduce", start, finish, what=f"bucket {self._index}")
 
     def wait(self) -> None:
         if self._average is not None:

@@ -12,6 +12,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.replicas.flags import exchange_flags
 from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -51,11 +52,12 @@ class GradientTrigger(AveragingPolicy):
 
         There the host would wait for the backward pass, so that it enqueues the update first.
         """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        self._some_missing = len(gradients) < len(self._parameters)
-        self._norm, self._flags = SquaredNorm(gradients), None
-        if self._transport.device.type != "cuda":
-            self._exchange()
+        with profiled("trigger"):
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            self._some_missing = len(gradients) < len(self._parameters)
+            self._norm, self._flags = SquaredNorm(gradients), None
+            if self._transport.device.type != "cuda":
+                self._exchange()
         return False
 
     def decide(self) -> SyncDecision:

@@ -16,6 +16,7 @@ from lightning_pipesync.core.parameters import (
     load_optimizer_state,
     modules_with_parameters,
 )
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.module_hook import ModuleHook
@@ -120,11 +121,12 @@ class Learner:
 
     def _receive(self) -> bool:
         """Waits for the requested weights, and copies them into the buckets; returns whether they are new."""
-        messages = self._router.await_weights()
-        for server, message in messages.items():
-            self.version, self.ahead = message.version, message.ahead
-            for bucket, shard in zip(self._buckets, message.values or (), strict=False):
-                bucket.receive(server, shard, message.are_differences)
+        with profiled("pull"):
+            messages = self._router.await_weights()
+            for server, message in messages.items():
+                self.version, self.ahead = message.version, message.ahead
+                for bucket, shard in zip(self._buckets, message.values or (), strict=False):
+                    bucket.receive(server, shard, message.are_differences)
         self._router.newest = max(self._router.newest, self.version)
         return any(message.values is not None for message in messages.values())
 
@@ -133,9 +135,10 @@ class Learner:
         index = gradient.optimizer
         settings = UpdateSettings(current(self._optimizers[index]), **self.clipping.get(index, {}))
         for server in range(self._router.num_servers):
-            wires = [bucket.encoded(server) for bucket in self._buckets_of(index)]
-            push = Push(gradient, settings if server == COORDINATOR else None, wires, present)
-            self._router.send(server, push)
+            with profiled("push to server", server):
+                wires = [bucket.encoded(server) for bucket in self._buckets_of(index)]
+                push = Push(gradient, settings if server == COORDINATOR else None, wires, present)
+                self._router.send(server, push)
 
     def _buckets_of(self, index: int) -> list[SharedBucket]:
         return [bucket for bucket in self._buckets if bucket.group[0] == index]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.handle import Worker
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.learner_copies import LearnerCopies
@@ -112,7 +113,8 @@ class Server:
             assert decision.settings is not None
             keys = [(gradient.rank, gradient.step) for gradient in decision.update.gradients]
             self._await(lambda: all(key in self._pushed for key in keys))
-            self._update(decision.update, decision.settings, [self._pushed.pop(key) for key in keys])
+            with profiled("update of server"):
+                self._update(decision.update, decision.settings, [self._pushed.pop(key) for key in keys])
             self.version = decision.update.version
         if decision.whole:
             self._before_flush()
