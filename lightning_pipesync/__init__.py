@@ -24,6 +24,7 @@ from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.servers import ParameterServer, ParameterServerConfig
 from lightning_pipesync.training.linear_scaling import LinearScalingLR
 from lightning_pipesync.training.presets import PRESETS
+from lightning_pipesync.training.rank_times import step_report
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ __all__ = [
     "TopK",
     "label_skewed_partition",
     "register_method",
+    "step_report",
 ]
 
 

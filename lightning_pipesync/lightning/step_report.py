@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.private_names import ChecksOverrides
+from lightning_pipesync.training.rank_times import RankTimes, check_rich, report
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -55,28 +57,34 @@ class StepReportMixin(ChecksOverrides, _Base):
     It logs ``step_report/seconds`` and, with a method of this package, ``step_report/waited``, the share from 0 to 1,
     of each ``every_n_batches`` batches; what a batch takes is without its loading. Warnings come from the rank that
     they are about: it computes for longer than at the start, its loss is flat, its gradient is 0; on rank 0 that a
-    batch takes longer than was planned. Ranks tell each other nothing, so that nobody waits.
+    batch takes longer than was planned. Ranks tell each other nothing, so that nobody waits, before the end of the
+    training: then, with ``table``, rank 0 prints what each rank has spent its time on, and who is slow.
 
     Args:
         plan: ``plan.json`` of ``pipesync plan`` for this model; None: there is none.
         every_n_batches: the batches of a report.
+        table: whether a table of all ranks is printed at the end of the training.
 
     Raises:
         ValueError: ``plan`` is no such file, or ``every_n_batches`` is not positive.
+        ModuleNotFoundError: rich, which prints the table, is not installed.
     """
 
-    def __init__(self, plan: str | Path | None = None, every_n_batches: int = 50) -> None:
+    def __init__(self, plan: str | Path | None = None, every_n_batches: int = 50, table: bool = False) -> None:
+        if table:
+            check_rich()
         if every_n_batches < 1:
             raise ValueError(f"every_n_batches must be positive, got {every_n_batches!r}.")
         self._every, self._predictions = every_n_batches, [] if plan is None else _read_predictions(Path(plan))
         self._num_batches = 0
         self._window, self._first = _Window(), _Window()
-        self._began = self._waited_before = 0.0
+        self._began, self._before = 0.0, (0.0, 0.0)  # of a batch: when, and what was counted by then
+        self._times = RankTimes() if table else None
         self._warned: set[str] = set()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._began, self._waited_before = perf_counter(), _seconds_waited(trainer) or 0.0
+        self._began, self._before = perf_counter(), _counted(trainer) or (0.0, 0.0)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -98,8 +106,12 @@ class StepReportMixin(ChecksOverrides, _Base):
         if self._num_batches <= WARM_UP:
             return
         window = self._window
-        window.seconds.append(perf_counter() - self._began)
-        window.waited.append((_seconds_waited(trainer) or 0.0) - self._waited_before)
+        seconds, counted = perf_counter() - self._began, _counted(trainer)
+        waited, mib_sent = (now - before for now, before in zip(counted or (0.0, 0.0), self._before, strict=True))
+        window.seconds.append(seconds)
+        window.waited.append(waited)
+        if self._times is not None:
+            self._times.add(seconds, *((None, None) if counted is None else (waited, mib_sent)))
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             window.losses.append(loss.detach())
@@ -108,10 +120,15 @@ class StepReportMixin(ChecksOverrides, _Base):
             self._first = self._first if self._first.seconds else window
             self._window = _Window()
 
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._times is not None:
+            report(self._times)
+
     def _report(self, trainer: Trainer, window: _Window) -> None:
         seconds = fmean(window.seconds)
         metrics = {"step_report/seconds": seconds}
-        if _seconds_waited(trainer) is not None:
+        if _counted(trainer) is not None:
             metrics["step_report/waited"] = fmean(window.waited) / seconds
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -148,11 +165,13 @@ class StepReportMixin(ChecksOverrides, _Base):
             warnings.warn(f"{socket.gethostname()}: {text}", stacklevel=2)
 
 
-def _seconds_waited(trainer: Trainer) -> float | None:
-    """Returns the seconds that this rank has waited for others; None if its strategy does not count them."""
+def _counted(trainer: Trainer) -> tuple[float, float] | None:
+    """Returns the seconds that this rank has waited for others, and the MiB that it has sent; None: nobody counts."""
     method = getattr(trainer.strategy, "method", None)
     transport = getattr(method, "transport", None)
-    return None if transport is None else float(transport.traffic.total_seconds_waited)
+    if transport is None:
+        return None
+    return transport.traffic.total_seconds_waited, transport.traffic.total_bytes_sent / MIB
 
 
 def _read_predictions(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,116 @@
+"""What each rank has spent its time on, and which ranks are slow."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from statistics import median_low
+from time import perf_counter
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_pipesync.methods.method import Method
+
+#: A rank that computes for so many times as long as the median is slow.
+SLOW = 1.25
+
+
+@dataclass
+class RankTimes:
+    """What a rank has spent.
+
+    Attributes:
+        seconds: of all that was counted.
+        waited: the seconds of these that it has waited for the network or other ranks; None: nobody has counted.
+        mib_sent: MiB that it has sent; None: nobody has counted.
+        host: its host's name.
+    """
+
+    seconds: float = 0.0
+    waited: float | None = None
+    mib_sent: float | None = None
+    host: str = field(default_factory=socket.gethostname)
+
+    @property
+    def computed(self) -> float:
+        return self.seconds - (self.waited or 0.0)
+
+    def add(self, seconds: float, waited: float | None, mib_sent: float | None) -> None:
+        """Adds what a batch took."""
+        self.seconds += seconds
+        self.waited = None if waited is None else (self.waited or 0.0) + waited
+        self.mib_sent = None if mib_sent is None else (self.mib_sent or 0.0) + mib_sent
+
+
+@contextmanager
+def step_report(sync: Method) -> Iterator[None]:
+    """Context manager around a training loop, at whose end rank 0 prints what each rank has spent its time on::
+
+        with step_report(sync):
+            for x, y in loader:
+                ...
+                sync.step()
+
+    Whatever a rank did not wait for counts as computation, the loading of its data, too. A collective call, unless the
+    loop raises.
+
+    Args:
+        sync: the attached method, such as ``DeAR(model, optimizer)``.
+
+    Raises:
+        ModuleNotFoundError: rich, which prints the table, is not installed.
+    """
+    check_rich()
+    began, before = perf_counter(), sync.metrics()
+    yield
+    after, seconds = sync.metrics(), perf_counter() - began
+    waited, mib_sent = (after[name] - before[name] for name in ("exposed_seconds", "mib_sent"))
+    report(RankTimes(seconds, waited, mib_sent))
+
+
+def report(own: RankTimes) -> None:
+    """Prints a table of all ranks on rank 0; a collective call on the default group."""
+    ranks: list[Any] = [own]
+    if dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        from rich.console import Console
+
+        Console().print(as_table(ranks))
+
+
+def as_table(ranks: Sequence[RankTimes]) -> Any:
+    """Returns a :class:`rich.table.Table` with a row for each rank."""
+    from rich.table import Table
+
+    table = Table("rank", "host", title="Seconds of each rank")
+    for heading in ("computing", "waiting", "waiting, %", "MiB sent"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for rank, (times, slow) in enumerate(zip(ranks, slowness(ranks), strict=True)):
+        share = None if times.waited is None or not times.seconds else 100 * times.waited / times.seconds
+        waited, sent = _number(times.waited, ".1f"), _number(times.mib_sent, ".1f")
+        note = f"slow: computes {slow:.1f} times as long as the median" if slow > SLOW else ""
+        table.add_row(str(rank), times.host, f"{times.computed:.1f}", waited, _number(share, ".0f"), sent, note)
+    return table
+
+
+def slowness(ranks: Sequence[RankTimes]) -> list[float]:
+    """Returns the computation of each rank as a multiple of their median, the lower one of two."""
+    typical = median_low(times.computed for times in ranks)
+    return [times.computed / typical if typical else 1.0 for times in ranks]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def check_rich() -> None:
+    """Raises ModuleNotFoundError if rich is not installed, before the training rather than at its end."""
+    if find_spec("rich") is None:
+        raise ModuleNotFoundError("rich, which prints the table of ranks, is missing: pip install rich.")
