@@ -156,6 +156,7 @@ from lightning_pipesync.lightning import arguments
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.step_report import StepReportMixin
 from lightning_pipesync.lightning.pipeline import mixin_of
+from lightning_pipesync.lightning.trace import TraceCallbackMixin
 from lightning_pipesync.training.strategies import Strategies
 
 
@@ -163,6 +164,9 @@ class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...{conflict}
 
 
 class StepReport(StepReportMixin, Callback): ...{conflict}
+
+
+class TraceCallback(TraceCallbackMixin, Callback): ...{conflict}
 
 
 class _Strategy(DDPStrategy):

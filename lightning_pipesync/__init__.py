@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         PipeSGDStrategy,
         SelSyncStrategy,
         StepReport,
+        TraceCallback,
     )
 
 __version__ = "0.1.0"
@@ -71,6 +72,7 @@ __all__ = [
     "SelSyncStrategy",
     "StepReport",
     "TopK",
+    "TraceCallback",
     "label_skewed_partition",
     "register_method",
     "step_report",
@@ -103,7 +105,7 @@ if not TYPE_CHECKING:
             extra, module = "accelerate", "accelerate"
         elif name == "PlanCallback":
             extra, module = "lightning", "lab.plan.callback"
-        elif name == "StepReport" or name.endswith("Strategy"):
+        elif name in ("StepReport", "TraceCallback") or name.endswith("Strategy"):
             extra, module = "lightning", "lightning"
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

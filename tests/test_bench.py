@@ -233,7 +233,7 @@ def test_time_that_is_hidden() -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_timelines(tmp_path: Path) -> None:
     """DDP communicates in backward only; DeAR's second half starts after it, under the next forward pass."""
-    options = "--scale 0.01 --bucket_mb 0.1 --methods ddp dear pipe_sgd"
+    options = f"--scale 0.01 --bucket_mb 0.1 --methods ddp dear pipe_sgd --trace {tmp_path / 'trace.json'}"
     result = result_of("bench timeline", options, tmp_path)
     ddp, dear, pipe_sgd = result["timelines"]
     for one in (ddp, pipe_sgd):
@@ -245,6 +245,13 @@ def test_the_command_for_timelines(tmp_path: Path) -> None:
     first = in_turns.index("reduce-scatter")  # before it may be what the step before has left in flight
     assert in_turns[first : first + 3] == ["reduce-scatter", "all-gather", "reduce-scatter"]
     assert_pictures(tmp_path, "timeline")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ranks = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(ranks) == 6
+    layers = {ranks[event["pid"]] for event in events if event["name"] == "pipesync::forward of a layer"}
+    assert layers == set(ranks.values())
+    halves = {ranks[event["pid"]] for event in events if "pipesync::reduce_scatter" in event["name"]}
+    assert halves == {name for name in ranks.values() if name.startswith("DeAR")}
 
 
 def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:

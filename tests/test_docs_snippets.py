@@ -94,6 +94,11 @@ RUNS = {
         "torch.distributed.barrier()"
     ),
     ("plan", "def for_plan"): Run(after="model, batch, loss = for_plan()\nloss(model, batch).backward()"),
+    ("profiling", "from lightning_pipesync import DeAR, step_report"): Run(after="sync.detach()"),
+    ("profiling", "from torch.profiler import"): Run(
+        "sync = DeAR(model, optimizer)\nfor x, y in loader:\n    loss_function(model(x), y).backward()\n    break",
+        "sync.detach()",
+    ),
     ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
 }
 #: Those that cannot run here, with the reason.

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 #: By folder of the package, the extra that installs what it imports besides the requirements of the package itself.
 EXTRA_OF = {
     "methods": "tune",
+    "training": "netlab",  # rich, for its tables
     "fabric": "lightning",
     "lightning": "lightning",
     "accelerate": "accelerate",

@@ -36,7 +36,7 @@ def test_who_computes_for_longer_is_slow() -> None:
     assert first.split() == third.replace("2", "0", 1).split()
     for words in ("host a", " 4.0 ", " 6.0 ", " 60 ", " 3.0 "):
         assert words in first
-    for words in ("host b", " 9.0 ", " 1.0 ", " 10 ", " 2.2 ", "slow: computes 2.2 times as long as the median"):
+    for words in ("host b", " 9.0 ", " 1.0 ", " 10 ", " 2.2 ", " slow "):
         assert words in second
     assert "slow" not in first + third
 
@@ -44,7 +44,8 @@ def test_who_computes_for_longer_is_slow() -> None:
 def test_of_two_the_slower_one_is_slow_and_what_nobody_counts_is_no_number() -> None:
     _, fast, slow = text_of(RankTimes(1.0, host="host"), RankTimes(1.5, host="host"))
     assert "slow" not in fast
-    assert "slow: computes 1.5 times" in slow
+    assert " 1.5 " in slow
+    assert " slow " in slow
     assert fast.count(" - ") == 3
 
 
@@ -97,12 +98,12 @@ def test_a_trainer_prints_it_on_rank_0(tmp_path: Path) -> None:
         rows = [line.split() for line in first.splitlines() if line.startswith("│")]
         assert [row[1] for row in rows] == ["0", "1"]
         assert "Seconds of each rank" not in second
-    assert "slow: computes" in outcomes["dear"][0].splitlines()[-2]
+    assert " slow " in outcomes["dear"][0].splitlines()[-2]
 
 
 def test_without_rich_a_report_is_refused_before_the_training() -> None:
     with (
-        mock.patch("lightning_pipesync.training.rank_times.find_spec", return_value=None),
-        pytest.raises(ModuleNotFoundError, match="pip install rich"),
+        mock.patch("lightning_pipesync.core.extras.find_spec", return_value=None),
+        pytest.raises(ModuleNotFoundError, match=r"The table of ranks needs rich: pip install"),
     ):
         StepReport(table=True)

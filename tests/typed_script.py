@@ -6,16 +6,21 @@ An error that is expected and not found is an error: a comment that ignores noth
 from __future__ import annotations
 
 from lightning.fabric import Fabric
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from typing_extensions import assert_type
 
-from lightning_pipesync import DeARStrategy, PlanCallback, StepReport
+from lightning_pipesync import DeARStrategy, PlanCallback, StepReport, TraceCallback
 from lightning_pipesync.fabric import SelSyncFabricStrategy
 from lightning_pipesync.lightning.twin import SelSyncStrategy as SelSyncOfTheTwin
 
 strategy = DeARStrategy(fusion="buffer", bucket_mb=4.0, compression="bf16")
 assert_type(strategy, DeARStrategy)
-trainer = Trainer(strategy=strategy, callbacks=[StepReport(every_n_batches=5), PlanCallback()])
+callbacks: list[Callback] = [
+    StepReport(every_n_batches=5, table=True),
+    PlanCallback(),
+    TraceCallback("trace.json", num_steps=2),
+]
+trainer = Trainer(strategy=strategy, callbacks=callbacks)
 fabric = Fabric(strategy=SelSyncFabricStrategy(delta=0.3))
 SelSyncOfTheTwin(delta="auto")
 

@@ -35,7 +35,7 @@ require(Tensor, "_version")
 require(nn.Module, "_compiled_call_impl")
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 require(profiler, "_is_profiler_enabled")
-require(torch._C._profiler, "_ExperimentalConfig")
+require(torch.profiler, "_ExperimentalConfig")
 require(multiprocessing, "_set_thread_name")
 
 
@@ -106,7 +106,7 @@ def profiler_runs() -> bool:
 
 def all_threads() -> Any:
     """Returns the ``experimental_config`` with which ``torch.profiler`` records all threads, not only its own."""
-    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return torch.profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def name_thread(name: str) -> None:

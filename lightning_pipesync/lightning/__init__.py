@@ -10,6 +10,7 @@ from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.distribution import Callback, DDPStrategy, StrategyRegistry
 from lightning_pipesync.lightning.pipeline import mixin_of
 from lightning_pipesync.lightning.step_report import StepReportMixin
+from lightning_pipesync.lightning.trace import TraceCallbackMixin
 from lightning_pipesync.training.strategies import Strategies
 
 
@@ -17,6 +18,9 @@ class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...
 
 
 class StepReport(StepReportMixin, Callback): ...
+
+
+class TraceCallback(TraceCallbackMixin, Callback): ...
 
 
 class _Strategy(DDPStrategy):

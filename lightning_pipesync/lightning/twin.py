@@ -12,6 +12,7 @@ from lightning_pipesync.lightning import arguments
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.pipeline import mixin_of
 from lightning_pipesync.lightning.step_report import StepReportMixin
+from lightning_pipesync.lightning.trace import TraceCallbackMixin
 from lightning_pipesync.training.strategies import Strategies
 
 
@@ -19,6 +20,9 @@ class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...  # type: ignore[mis
 
 
 class StepReport(StepReportMixin, Callback): ...  # type: ignore[misc]
+
+
+class TraceCallback(TraceCallbackMixin, Callback): ...  # type: ignore[misc]
 
 
 class _Strategy(DDPStrategy):

@@ -6,13 +6,13 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from statistics import median_low
 from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.methods.method import Method
 
 #: A rank that computes for so many times as long as the median is slow.
@@ -89,14 +89,16 @@ def as_table(ranks: Sequence[RankTimes]) -> Any:
     from rich.table import Table
 
     table = Table("rank", "host", title="Seconds of each rank")
-    for heading in ("computing", "waiting", "waiting, %", "MiB sent"):
+    for heading in ("computing", "of median", "waiting", "%", "MiB sent"):
         table.add_column(heading, justify="right")
     table.add_column("")
-    for rank, (times, slow) in enumerate(zip(ranks, slowness(ranks), strict=True)):
+    for rank, (times, ratio) in enumerate(zip(ranks, slowness(ranks), strict=True)):
+        note = "slow" if ratio > SLOW else ""
         share = None if times.waited is None or not times.seconds else 100 * times.waited / times.seconds
         waited, sent = _number(times.waited, ".1f"), _number(times.mib_sent, ".1f")
-        note = f"slow: computes {slow:.1f} times as long as the median" if slow > SLOW else ""
-        table.add_row(str(rank), times.host, f"{times.computed:.1f}", waited, _number(share, ".0f"), sent, note)
+        table.add_row(
+            str(rank), times.host, f"{times.computed:.1f}", f"{ratio:.1f}", waited, _number(share, ".0f"), sent, note
+        )
     return table
 
 
@@ -112,5 +114,4 @@ def _number(value: float | None, form: str) -> str:
 
 def check_rich() -> None:
     """Raises ModuleNotFoundError if rich is not installed, before the training rather than at its end."""
-    if find_spec("rich") is None:
-        raise ModuleNotFoundError("rich, which prints the table of ranks, is missing: pip install rich.")
+    check_extra("netlab", "The table of ranks", "rich")

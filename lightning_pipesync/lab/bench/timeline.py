@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.futures import Future
 
 from lightning_pipesync.core.comm.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters
+from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidate import Candidate
@@ -122,6 +124,7 @@ class Timeline(StepBenchmark):
         ratio: Communication time over computation time.
         bucket_mb: Bucket sizes in MiB of DDP and of methods with buckets.
         steps: Steps that are drawn.
+        trace: File for a trace of as many further steps on all threads of all ranks, to open in ui.perfetto.dev.
     """
 
     hosts: tuple[int, ...] = (2,)
@@ -130,6 +133,7 @@ class Timeline(StepBenchmark):
     ratio: float = 1.0
     bucket_mb: tuple[float, ...] = (2,)
     steps: int = 2
+    trace: str | None = None
 
     name = "timeline"
 
@@ -154,12 +158,16 @@ class Timeline(StepBenchmark):
         """
         build = self.emulated_builder(self.ratio, measure_bandwidth())
         torch.manual_seed(0)
-        timelines = []
+        timelines, traces = [], dict[str, Sequence[Trace | None]]()
         for candidate in [make(build()) for make in makers(self.methods, self.bucket_mb)]:
             candidate.prepare()
+            if self.trace is not None:  # before the recorder's hooks and threads
+                traces[candidate.name] = gather_traces(trace_of(candidate, self.steps))
             timelines.append({"name": candidate.name, **record(candidate, self.steps)})
             candidate.close()
             progress(candidate.name)
+        if self.trace is not None and dist.get_rank() == 0:
+            write_merged(Path(self.trace), traces)
         return {"settings": self.settings(), "world_size": dist.get_world_size(), "timelines": timelines}
 
     def report(self, results: list[dict[str, Any]]) -> str:
@@ -202,6 +210,18 @@ def record(candidate: Candidate, num_steps: int, warmup: int = 3) -> dict[str, A
     within = [(s, max(0.0, s.start - began), min(ends[-1], s.end - began)) for s in recorder.spans]
     spans = [asdict(Span(s.kind, s.number, start, end)) for s, start, end in within if start < end]
     return {"spans": spans, "steps": ends}
+
+
+def trace_of(candidate: Candidate, num_steps: int) -> Trace | None:
+    """Returns the trace of some steps on this rank, after one in which the profiler warms up; a collective call."""
+    recorder = TraceRecorder(1, num_steps)
+    recorder.start()
+    for _ in range(1 + num_steps):
+        candidate.step()
+        recorder.end_step()
+    recorder.stop()
+    candidate.drain()
+    return recorder.trace
 
 
 def as_markdown(result: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable
 
 #: The shortest sleep; less is carried over, because a sleep takes 0.05 ms or more longer than requested.
@@ -123,9 +124,10 @@ class EmulatedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Takes the time of the layer's forward pass; returns a copy of ``x``."""
         begin = time.perf_counter()
-        # `_parameters`, where a wrapper (FSDP2, `functional_call`) puts the tensors to compute with.
-        x = _Compute.apply(x, self, *self._parameters.values())
-        self.compute.spend(self.share * self.compute.forward_seconds, begin)
+        with profiled("forward of a layer"):
+            # `_parameters`, where a wrapper (FSDP2, `functional_call`) puts the tensors to compute with.
+            x = _Compute.apply(x, self, *self._parameters.values())
+            self.compute.spend(self.share * self.compute.forward_seconds, begin)
         return x
 
     def gradients(self, parameters: Iterable[Tensor], value: Tensor) -> list[Tensor]:
