@@ -10,12 +10,12 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(PYTHON_VERSION)
 
-# A file for each method, framework and library.
-CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/test_accelerate.py tests/test_fabric.py \
-    tests/test_lightning_ea_pipe.py tests/test_lightning_dear.py tests/test_accelerate_transformers.py \
+# The conformance suite, with all methods in all frameworks, and a file for each method, framework and library.
+CORE_TESTS := tests/conformance tests/test_ea_pipe_traced.py tests/test_private_names.py tests/test_accelerate.py \
+    tests/test_fabric.py tests/test_lightning_ea_pipe.py tests/test_lightning_dear.py tests/test_accelerate_transformers.py \
     tests/test_lightning_resume.py tests/test_lightning_cli.py tests/test_registration.py tests/test_ea_pipe_stages.py \
-    tests/test_dear.py tests/test_selsync.py tests/test_pipe_sgd.py tests/test_dear_search.py \
-    tests/test_benchmarks_stages.py tests/test_netlab.py
+    tests/test_dear.py tests/test_selsync.py tests/test_pipe_sgd.py tests/test_local_sgd.py tests/test_parameter_server.py \
+    tests/test_dear_search.py tests/test_benchmarks_stages.py tests/test_netlab.py
 
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE

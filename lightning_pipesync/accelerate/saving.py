@@ -103,8 +103,10 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         # A method reads weights and optimizer states when it is attached, so they are loaded without one.
         self._sessions.return_optimizer_states()
         self._sessions.detach()
+        if load_kwargs is not None:  # which versions before 1.4 do not have
+            load_model_func_kwargs["load_kwargs"] = load_kwargs
         try:
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+            super().load_state(input_dir, **load_model_func_kwargs)
         finally:
             hook.remove()
             self._attach()
