@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.trials import run_in_turns
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.methods.laboratory import LabEntry, Prediction
 from lightning_pipesync.training.registry import METHODS
 from tests.bench_runs import result_of
 from tests.conformance import methods
@@ -38,9 +39,9 @@ def test_the_step_of_a_registered_method_is_timed(tmp_path: Path) -> None:
     options = "--scale 0.001 --steps 1 --rounds 1 --bucket_mb 1 --methods ddp averaging averaging:bucket_mb=0.5"
     result = result_of("bench step", options, tmp_path)
     candidates = {one["name"]: one for one in result["runs"][0]["candidates"]}
-    assert list(candidates)[1:] == ["DDP, 1 MiB", "Averaging", "Averaging (bucket_mb=0.5)"]
+    assert list(candidates)[1:] == ["DDP, 1 MiB", "averaging", "averaging (bucket_mb=0.5)"]
     assert all(one["seconds"][0] > 0 for one in candidates.values())
-    assert candidates["Averaging"]["limit"] > candidates["DDP, 1 MiB"]["limit"], "nothing is hidden"
+    assert candidates["averaging"]["limit"] > candidates["DDP, 1 MiB"]["limit"], "nothing is hidden"
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -129,4 +130,17 @@ def test_the_step_of_a_method_in_a_module_of_the_user_is_timed(user_folder: Path
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     [result] = json.loads((user_folder / "step.json").read_text())["results"]
-    assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "OfUser"]
+    assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "of_user"]
+
+
+@pytest.mark.parametrize(("chosen", "period"), [({}, 4), ({"period": 8}, 8), ({"period": "epoch"}, 1)])
+def test_whole_periods_of_a_registered_method_are_timed(chosen: dict[str, Any], period: int) -> None:
+    """Of one whose settings have a period, in steps."""
+    method: Any = SimpleNamespace(
+        name="periodic", config_type=lambda **given: SimpleNamespace(**{"period": 4, **given})
+    )
+    [candidate] = LabEntry(method).bench_candidates("periodic", chosen, ())
+    assert candidate.period == period
+    method.config_type = SimpleNamespace
+    [candidate] = LabEntry(method).bench_candidates("constant", {}, ())
+    assert candidate.period == 1

@@ -84,6 +84,12 @@ class BenchCandidate:
         return None
 
 
+def period_of(config: Any) -> int:
+    """Returns the setting ``period``, if there is one and it is a number of steps; otherwise 1."""
+    period = getattr(config, "period", 1)
+    return period if isinstance(period, int) and period >= 1 else 1
+
+
 @dataclass(frozen=True)
 class StandIn:
     """The settings in which a method's hooks and copies are measured, on a stand-in of the model that computes nothing.
@@ -126,7 +132,7 @@ class LabEntry:
     @property
     def label(self) -> str:
         """The method's name in tables."""
-        return self.method.__name__
+        return self.name
 
     # --- benchmarks -------------------------------------------------------------------------------------------------
 
@@ -143,7 +149,8 @@ class LabEntry:
         ``label`` is the method's name in tables, with the ``settings`` that the user has chosen. ``bucket_mb`` are
         sizes of buckets in MiB to compare, if the method has buckets and the user chooses no size.
         """
-        return [BenchCandidate(label, self.method.config_type(**settings))]
+        config = self.method.config_type(**settings)
+        return [BenchCandidate(label, config, period=period_of(config))]
 
     def training(self, config: Any, world_size: int, divided_data: bool) -> BenchCandidate:
         """Returns what ``pipesync bench converge`` trains with.

@@ -27,9 +27,8 @@ class Row:
     of_layer_limit: float
     #: What a step takes beyond the parts of its computation, as profiled.
     exposed: float
-    #: T(1) / T(n) and T(n) - T(1), where T(1) is the step without communication, in turns with it.
+    #: T(1) / T(n), where T(1) is the step without communication, in turns with it.
     scaling_efficiency: float
-    communication_overhead: float
     #: Processor time of a step, all threads of a rank.
     processor: float
     #: The relative error of the cost model; None without a prediction.
@@ -40,18 +39,17 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}"
 
 
+#: Narrow enough that a terminal of 80 columns has place for the names; the heading explains them.
 COLUMNS = {
     "": lambda row: row.name,
-    "ms a step": lambda row: _ms(row.seconds),
-    "quartiles": lambda row: " to ".join(map(_ms, row.quartiles)),
-    "over DDP": lambda row: f"{row.over_ddp:.2f}",
-    "of its limit": lambda row: f"{row.of_limit:.0%}",
-    "for these layers": lambda row: f"{row.of_layer_limit:.0%}",
-    "exposed ms": lambda row: _ms(row.exposed),
-    "scaling efficiency": lambda row: f"{row.scaling_efficiency:.0%}",
-    "communication overhead ms": lambda row: _ms(row.communication_overhead),
-    "processor ms": lambda row: _ms(row.processor),
-    "predicted": lambda row: "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",
+    "ms": lambda row: _ms(row.seconds),
+    "quartiles": lambda row: "-".join(map(_ms, row.quartiles)),
+    "x DDP": lambda row: f"{row.over_ddp:.2f}",
+    "limit": lambda row: f"{row.of_limit:.0%}",
+    "layers": lambda row: f"{row.of_layer_limit:.0%}",
+    "T1/Tn": lambda row: f"{row.scaling_efficiency:.0%}",
+    "CPU": lambda row: _ms(row.processor),
+    "model": lambda row: "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",
 }
 
 
@@ -74,7 +72,6 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
                 of_layer_limit=measured["layer_limit"] / median,
                 exposed=max(0.0, median - cost.compute),
                 scaling_efficiency=alone / median,
-                communication_overhead=median - alone,
                 processor=median_and_quartiles(measured["processor_seconds"])[0],
                 prediction_error=None if measured["predicted"] is None else measured["predicted"] / median - 1,
             )
@@ -105,8 +102,12 @@ all-reduce under backward (Eq. 8), {_ms(halves)} with the paper's DeAR (Eq. 7), 
 backward, too, {_ms(pipe)} with Pipe-SGD, which
 may need twice as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(2 * pipe)} ms.
 The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
-With T(n) the time of a step on n hosts, and T(1) that of the step without communication, with the same mini-batch on
-each host: scaling efficiency = T(1) / T(n), communication overhead = T(n) - T(1), speed-up = n T(1) / T(n).
+
+Columns: the median of a step in **ms** and its **quartiles**; how many times as fast it is as DDP with its best bucket
+size (**x DDP**); the share of the **limit** of its kind of method that it reaches, and of the limit for the **layers**
+of this model; its scaling efficiency (**T1/Tn**); processor time of all threads of a rank in ms (**CPU**); the error of
+the cost **model**. T(n) is the time of a step on n hosts, T(1) that of the step without communication, with the same
+mini-batch on each host: communication overhead = T(n) - T(1), speed-up = n T(1) / T(n).
 """
 
 

@@ -19,8 +19,6 @@ from lightning_pipesync.methods.laboratory import LabEntry, Prediction, StandIn
 class EAPipeLab(LabEntry):
     """Stages with the layers that EA-Pipe would give them."""
 
-    label = "EA-Pipe"
-
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
         """Yields a prediction if there are enough layers for all ranks."""
         num_stages = cluster.world_size

@@ -7,7 +7,15 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import AVERAGES, BenchCandidate, Exchange, LabEntry, Prediction, StandIn
+from lightning_pipesync.methods.laboratory import (
+    AVERAGES,
+    BenchCandidate,
+    Exchange,
+    LabEntry,
+    Prediction,
+    StandIn,
+    period_of,
+)
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
@@ -28,7 +36,6 @@ PERIODS = (4, 8, 16, 32, 64)
 class LocalSGDLab(LabEntry):
     """Averages of weights every so many steps, perhaps under the steps that follow."""
 
-    label = "local SGD"
     compared_trainings = ("period=0.25epoch",)
     exchanges = (
         Exchange(AVERAGES, {codec: {**OUTER, "period": 1, "compression": codec} for codec in ("none", "int8", "int4")}),
@@ -38,7 +45,7 @@ class LocalSGDLab(LabEntry):
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
     ) -> list[BenchCandidate]:
         config = LocalSGDConfig(**settings)
-        period = config.period if isinstance(config.period, int) else 1
+        period = period_of(config)
         return [BenchCandidate(label, config, period=period, warmup_steps=period if config.overlap_steps > 0 else 0)]
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:

@@ -34,8 +34,6 @@ class PipeSGDCandidate(BenchCandidate):
 class PipeSGDLab(LabEntry):
     """All-reduces that hide under whole steps, with each codec."""
 
-    label = "Pipe-SGD"
-
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
     ) -> list[BenchCandidate]:

@@ -49,7 +49,6 @@ class ServedCandidate(BenchCandidate):
 class ParameterServerLab(LabEntry):
     """Pushes and pulls through servers on all ranks, by learners at their own pace."""
 
-    label = "servers"
     compared_trainings = ("policy=ssp,staleness_bound=100,servers=1",)
     training_config_type = ServedConfig
     exchanges = (Exchange(PUSH_AND_PULL, {"none": {}}, at_once=True),)
