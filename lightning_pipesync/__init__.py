@@ -23,9 +23,8 @@ from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.servers import ParameterServer, ParameterServerConfig
 from lightning_pipesync.training.linear_scaling import LinearScalingLR
-from lightning_pipesync.training.presets import PRESETS
 from lightning_pipesync.training.rank_times import step_report
-from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.registry import METHODS, check_method
 
 if TYPE_CHECKING:
     from lightning_pipesync import fabric as fabric
@@ -83,12 +82,10 @@ def register_method(method: type[Method]) -> None:
     """Makes a method of one's own known to all frameworks under its ``name``, as those of the package are.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the class has no name, or another method's; it lacks a method that it has to implement; or its
+            settings are no frozen dataclass with defaults.
     """
-    if METHODS.get(method.name, method) is not method:
-        raise ValueError(f"name={method.name!r} is that of {METHODS[method.name].__name__}: choose another one.")
-    if method.name in PRESETS:
-        raise ValueError(f"name={method.name!r} is that of a preset: choose another one.")
+    check_method(method)
     METHODS[method.name] = method
     for adapter in _STRATEGIES_FOR.values():
         if adapter in sys.modules:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 from lightning_pipesync.core.names import did_you_mean
@@ -36,6 +37,32 @@ def resolve(name: Any, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
     if read in PRESETS:
         return PRESETS[read].method, {**PRESETS[read].settings, **settings}
     return (read if read in METHODS else name), dict(settings)
+
+
+def check_method(method: type[Method]) -> None:
+    """Raises a ValueError unless a class is a complete method, with a name that no other one has, and with settings."""
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise ValueError(f"{method!r} is no method: pass a class that inherits from SyncMethod or PipelineMethod.")
+    of, name, config_type = method.__name__, getattr(method, "name", None), getattr(method, "config_type", None)
+    if not (isinstance(name, str) and name):
+        raise ValueError(f"{of} has no name: set name = 'my_method' in the class, under which frameworks find it.")
+    if METHODS.get(name, method) is not method:
+        raise ValueError(f"name={name!r} is that of {METHODS[name].__name__}: choose another one.")
+    if name in PRESETS:
+        raise ValueError(f"name={name!r} is that of a preset: choose another one.")
+    if not (isinstance(config_type, type) and issubclass(config_type, Settings)):
+        raise ValueError(
+            f"{of} has no config_type: set it to the class of its settings, a frozen dataclass that inherits from "
+            "Settings."
+        )
+    parameters = vars(config_type).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise ValueError(f"config_type={config_type.__name__} is no frozen dataclass: add @dataclass(frozen=True).")
+    for field in fields(config_type):
+        if field.default is MISSING:
+            raise ValueError(f"{config_type.__name__}.{field.name} has no default: give it one.")
+    if inspect.isabstract(method):
+        raise ValueError(f"{of} is not complete: implement {', '.join(sorted(method.__abstractmethods__))}.")
 
 
 def make_config(method: object, settings: Mapping[str, Any]) -> Settings:
