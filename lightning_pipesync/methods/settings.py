@@ -164,7 +164,7 @@ def warn_of_ignored(settings: Settings, rank: int) -> None:
     defaults = {field.name: field.default for field in fields(settings)}
     for name, why in settings.without_effect().items():
         value = getattr(settings, name)
-        if rank == 0 and value != defaults[name]:
+        if rank == 0 and value != defaults.get(name, value):  # a method need not declare those of the engine
             warnings.warn(f"{name}={value!r} has no effect {why}.", stacklevel=3)
 
 

@@ -58,8 +58,8 @@ class PeriodClock(AveragingPolicy):
     def may_start(self, step: int) -> bool:
         return self._rounds is None or self._rounds.started(step) > 0  # ranks may have to agree on the rounds first
 
-    def num_started(self, step: int) -> int:
-        """See :meth:`AveragingPolicy.num_started`.
+    def end_step(self, step: int) -> int:
+        """See :meth:`AveragingPolicy.end_step`.
 
         Raises:
             ValueError: the steps of an epoch are not known, or the period is shorter than the overlap.

@@ -9,15 +9,13 @@ from typing import Literal
 
 from torch.optim import SGD, Adam, Optimizer
 
-from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
 from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
-from lightning_pipesync.methods.replicas.settings import ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import OnLostRank, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, renamed
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
-OnLostRank = Literal["raise", "continue"]
 
 #: ``outer_lr="auto"``: DiLoCo's, and torch's defaults.
 OUTER_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.001}
@@ -137,59 +135,24 @@ class LocalSGDConfig(ReplicaSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
-        self._check_least(warmup_steps=0, fragments=1, overlap_steps=0, ranks_per_replica=1)
         if in_steps and self.overlap_steps > int(self.period):
             raise ValueError(
                 f"overlap_steps={self.overlap_steps!r} is longer than period={self.period!r}: a fragment's average "
                 "must be applied before the next one of it starts."
             )
-        self._check("participation", 0 < self.participation <= 1, "in (0, 1]")
-        for name in ("outer_lr", "lr_scale"):
-            value = getattr(self, name)
-            self._check(name, value == "auto" or 0 < value < math.inf, "'auto' or a positive number")
-        momentum, force, share = self.outer_momentum, self.elastic_force, self.own_share
+        lr, momentum, force = self.outer_lr, self.outer_momentum, self.elastic_force
+        self._check("outer_lr", lr == "auto" or 0 < lr < math.inf, "'auto' or a positive number")
         self._check("outer_momentum", momentum == "auto" or 0 <= momentum < 1, "'auto' or in [0, 1)")
         self._check("elastic_force", force == "auto" or 0 < force < 1, "'auto' or in (0, 1)")
-        self._check("own_share", share == "progress" or 0 <= share <= 1, "'progress' or in [0, 1]")
         if self.outer_optimizer == "elastic" and self.participation < 1:
             raise ValueError(
                 f"outer_optimizer='elastic' pulls at all replicas: set participation=1, not {self.participation!r}."
             )
-        if not get_codec(self.compression).lossless and self.participation < 1:
-            raise ValueError(
-                f"participation={self.participation!r} averages ranks that other rounds leave out, and compression="
-                f"{str(self.compression)!r} keeps what it has dropped for the next round: set participation=1, or "
-                "compression='none'."
-            )
-        self._check_on_lost_rank()
-
-    def _check_on_lost_rank(self) -> None:
-        if self.on_lost_rank == "raise":
-            return
-        if self.period == BY_GRADIENT:
+        if self.undoes_averages and self.period == BY_GRADIENT:
             raise ValueError(
                 "on_lost_rank='continue' needs no rank between two averages, and period='selsync' needs all ranks at "
                 "each step: set a period in steps or epochs."
             )
-        if self.ranks_per_replica > 1:
-            raise ValueError(
-                f"on_lost_rank='continue' excludes ranks_per_replica={self.ranks_per_replica!r}, as "
-                "the group of a lost rank has one less: set ranks_per_replica=1."
-            )
-        if self.injection is not None:
-            raise ValueError(
-                f"on_lost_rank='continue' excludes injection={self.injection!r}, which needs all ranks' rows "
-                "in each batch: set injection=None."
-            )
-
-    def for_framework(self) -> LocalSGDConfig:
-        if self.on_lost_rank == "continue":
-            raise ValueError(
-                "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
-                "themselves, among all ranks. Use LocalSGD(model, optimizer, on_lost_rank='continue') in a loop, or "
-                "set on_lost_rank='raise' and restart from a checkpoint, with any number of ranks."
-            )
-        return self
 
     def elastic_force_of(self, num_replicas: int) -> float:
         if self.outer_optimizer != "elastic":

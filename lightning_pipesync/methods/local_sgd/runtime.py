@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
-from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
+from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
-from lightning_pipesync.methods.replicas.unit import number_of_participants
 
 
 class LocalSGD(ElasticReplicaMethod):
@@ -76,44 +71,16 @@ class LocalSGD(ElasticReplicaMethod):
         """
         unit = self._units[0]
         lssr = unit.num_local_steps / unit.num_steps if unit.num_steps else 0.0
-        metrics = {"rounds": unit.num_rounds, "lssr": lssr, "lr_scale": unit.lr_scale, **super().metrics()}
-        if self.transport.row is not None:
-            in_group = self.transport.row.bytes_sent
-            metrics["mib_between_groups"] = (self.transport.traffic.total_bytes_sent - in_group) / MIB
-        if self.config.undoes_averages:
-            metrics["ranks"] = self.transport.world_size
-        return metrics
-
-    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        size = self.config.ranks_per_replica
-        if size == 1:
-            return super()._make_transport(device, backend)
-        check_group_size(size, dist.get_world_size())
-        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, topology="rows", torus_columns=size)
+        return {"rounds": unit.num_rounds, "lssr": lssr, "lr_scale": unit.lr_scale, **super().metrics()}
 
     def _problem(self) -> ValueError | None:
-        config, world_size = self.config, replicas_of(self.transport).world_size
-        if self._job is not None and self._job.is_replacement:  # rank 0 has the same settings, and more ranks
-            return None
-        if number_of_participants(config.participation, world_size) == 0:
-            return ValueError(
-                f"participation={config.participation!r} of {world_size} replicas gives none to average: set at least "
-                f"{1 / world_size:.3g}."
-            )
-        if world_size * (force := config.elastic_force_of(world_size)) > 1:
+        world_size = replicas_of(self.transport).world_size
+        if world_size * (force := self.config.elastic_force_of(world_size)) > 1:
             return ValueError(
                 f"elastic_force={force!r} moves the agreed weights by {world_size * force:.3g} times their distance to "
                 f"{world_size} replicas, beyond them: set {1 / world_size:.3g} at most (EASGD: ranks * alpha <= 1)."
             )
-        if config.on_lost_rank == "continue":
-            backends = {dist.get_backend(), self.transport.backend}
-            if backends != {"gloo"}:
-                return ValueError(
-                    f"on_lost_rank='continue' makes new Gloo groups, and the process groups here use "
-                    f"{', '.join(sorted(backends))}: call init_process_group('gloo'), and give LocalSGD backend='gloo'."
-                )
-        return None
+        return super()._problem()
 
     def _shape_settings(self) -> dict[str, Any]:
-        names = ("outer_optimizer", "fragments", "ranks_per_replica", "warmup_steps")
-        return {**super()._shape_settings(), **{name: getattr(self.config, name) for name in names}}
+        return {**super()._shape_settings(), "outer_optimizer": self.config.outer_optimizer}

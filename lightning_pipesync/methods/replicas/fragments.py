@@ -24,8 +24,12 @@ from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cp
 
 #: A rank's flag is the number of its steps modulo this: when it consolidates the weights, and when an average starts.
 #: The latter has no bit of SKIPPED, and the flag of a gradient always has one: no flag is taken for another.
-STEPS, STEPS_AT_START = 64, 8
+STEPS, STEPS_AT_START = 64, 7  # a prime: of policies that disagree, the steps mostly differ by a power of two
 SAME_STEPS = "have not taken as many steps: all ranks take a step, or none."
+SAME_STARTS = (
+    "start an average after different numbers of steps: all ranks must take the same steps, and end_step of their "
+    "policy must return the same for each of them."
+)
 
 
 @dataclass
@@ -72,7 +76,7 @@ class Fragments:
         """Starts to average a fragment of ``ranks``, None: all, at the end of a step; without overlap, applies it.
 
         Raises:
-            RuntimeError: the ranks have not taken as many steps; or a peer is lost.
+            RuntimeError: other ranks start it after another number of steps; or a peer is lost.
         """
         overlap, buckets = self._config.overlap_steps, self._fragments[fragment]
         flight = Flight(step + overlap)
@@ -194,5 +198,5 @@ def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[Nam
 
 def _check(flight: Flight) -> None:
     if flight.flags is not None:
-        check_same(flight.flags.wait(), SAME_STEPS)
+        check_same(flight.flags.wait(), SAME_STARTS)
         flight.flags = None

@@ -51,7 +51,11 @@ class Snapshot:
 
 
 class ElasticReplicaMethod(ReplicaMethod):
-    """A replica method whose ranks may be lost, and come back; see :class:`Recovery` and :class:`ReplicaMethod`."""
+    """A replica method whose ranks may be lost, and come back; see :class:`Recovery` and :class:`ReplicaMethod`.
+
+    Its policies may communicate in :meth:`AveragingPolicy.end_step` and ``check_consolidation`` only, and only in steps
+    for which ``may_start`` is True.
+    """
 
     _recovery: Recovery | None = None
     _job: Job | None = None
@@ -80,6 +84,16 @@ class ElasticReplicaMethod(ReplicaMethod):
     def num_steps(self) -> int:
         """Number of steps of the first optimizer since the start of the training, also before this process started."""
         return self._units[0].num_steps
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds of the first optimizer."""
+        return self._units[0].num_rounds
+
+    def metrics(self) -> dict[str, float]:
+        """Returns those of :meth:`ReplicaMethod.metrics`; if ranks may be lost also ``ranks``, how many are left."""
+        remaining = {"ranks": self.transport.world_size} if self.config.undoes_averages else {}
+        return {**super().metrics(), **remaining}
 
     def flush(self) -> None:
         """See :meth:`ReplicaMethod.flush`; afterwards, admits ranks that come back."""
@@ -139,6 +153,16 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     def _together(self, section: Callable[[], T]) -> T:
         return section() if self._recovery is None else self._recovery.run(section)
+
+    def _problem_of_losses(self) -> ValueError | None:
+        backends = {dist.get_backend(), self.transport.backend}
+        if backends == {"gloo"}:
+            return None
+        return ValueError(
+            "on_lost_rank='continue' makes new Gloo groups, and the process groups here use "
+            f"{', '.join(sorted(backends))}: call init_process_group('gloo'), and give {type(self).__name__} "
+            "backend='gloo'."
+        )
 
     def _detach(self, timeout_s: float) -> None:
         if self._recovery is not None:

@@ -8,20 +8,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.replicas.flags import LOADED, check_flags, exchange_flags
+from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
-from lightning_pipesync.methods.replicas.unit import ReplicaUnit
+from lightning_pipesync.methods.replicas.unit import ReplicaUnit, number_of_participants
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -66,11 +70,34 @@ class ReplicaMethod(SyncMethod):
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`, which a method extends."""
         config = self.config
+        structural = ("bucket_mb", "fragments", "ranks_per_replica", "warmup_steps")
         return {
             "compression": str(config.compression),
             "error_feedback": config.uses_error_feedback,
-            "bucket_mb": config.bucket_mb,
+            **{name: getattr(config, name) for name in structural if name in config.__dataclass_fields__},
         }
+
+    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
+        size = self.config.ranks_per_replica
+        if size == 1:
+            return super()._make_transport(device, backend)
+        check_group_size(size, dist.get_world_size())
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, topology="rows", torus_columns=size)
+
+    def _problem(self) -> ValueError | None:
+        share, number = self.config.participation, replicas_of(self.transport).world_size
+        if number_of_participants(share, number) == 0:
+            return ValueError(
+                f"participation={share!r} of {number} replicas gives none to average: set at least {1 / number:.3g}."
+            )
+        return self._problem_of_losses() if self.config.undoes_averages else None
+
+    def _problem_of_losses(self) -> ValueError | None:
+        """Returns the error if the method cannot continue without a lost rank."""
+        return ValueError(
+            f"on_lost_rank='continue' has no effect on {type(self).__name__}: let it inherit from "
+            "ElasticReplicaMethod in place of ReplicaMethod, or set on_lost_rank='raise'."
+        )
 
     @property
     def same_optimizer_states(self) -> bool:
@@ -228,6 +255,17 @@ class ReplicaMethod(SyncMethod):
     def _drop_averages(self) -> None:
         for unit in self._units:
             unit.drop_averages()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns those of :meth:`SyncMethod.metrics`; with groups also ``mib_between_groups``.
+
+        That is ``mib_sent`` without the exchanges within groups.
+        """
+        metrics = super().metrics()
+        if self.transport.row is not None:
+            in_group = self.transport.row.bytes_sent
+            metrics["mib_between_groups"] = (self.transport.traffic.total_bytes_sent - in_group) / MIB
+        return metrics
 
     # --- state ------------------------------------------------------------------------------------------------------
 

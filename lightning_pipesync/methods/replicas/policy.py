@@ -15,15 +15,25 @@ class AveragingPolicy:
     averages_gradients = False
 
     def may_start(self, step: int) -> bool:
-        """Returns whether averages may start at the end of a step; the first one after a warm-up is 1."""
+        """Returns whether averages may start at the end of a step; the first one after a warm-up is 1.
+
+        Called several times for a step, also ahead of it: it changes nothing.
+        """
         raise NotImplementedError
 
-    def num_started(self, step: int) -> int:
-        """Ends a step; returns how many fragments' averages start now, the next ones in turn."""
+    def end_step(self, step: int) -> int:
+        """Called once at the end of each step after a warm-up; returns how many averages start now.
+
+        Each is that of a fragment, the next one in turn; without ``fragments`` the whole model is one. With
+        ``averages_gradients``, returns 1 if :meth:`complete_gradient` has averaged the gradient.
+        """
         raise NotImplementedError
 
     def complete_gradient(self) -> bool:
-        """Called when a gradient is complete, before it is clipped; returns as :meth:`SyncMethod._complete`."""
+        """Called once in each step, when the gradient is complete, before it is clipped.
+
+        Returns whether it was averaged with a gradient that is not finite.
+        """
         return False
 
     def skip_step(self) -> None:

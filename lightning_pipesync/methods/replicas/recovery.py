@@ -42,7 +42,7 @@ class Recovery:
     """Runs the sections of a method, and makes new groups when ranks are lost; see [Note: what is undone].
 
     Args:
-        method: attached; in a process that comes back, in a group of this process alone. Its metrics have ``rounds``.
+        method: attached; in a process that comes back, in a group of this process alone.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         job: None if no process can take the place of a lost rank.
 
@@ -185,7 +185,7 @@ class Recovery:
         left = f"ranks {', '.join(map(str, ranks))} continue as ranks 0 to {len(ranks) - 1}"
         warnings.warn(
             f"{'. '.join(happened) or 'Lost a connection, and no rank'} after "
-            f"{self._method.metrics()['rounds']:g} rounds: {left if len(ranks) > 1 else 'rank 0 continues alone'}.",
+            f"{self._method.num_rounds} rounds: {left if len(ranks) > 1 else 'rank 0 continues alone'}.",
             stacklevel=2,
         )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
 from lightning_pipesync.methods.settings import Settings
+
+OnLostRank = Literal["raise", "continue"]
 
 
 class ReplicaSettings(Settings):
@@ -30,16 +34,41 @@ class ReplicaSettings(Settings):
     lr_scale: float | Literal["auto"] = 1.0
     warmup_steps: int = 0
     average_optimizer_states: bool = False
-    on_lost_rank: str = "raise"
+    on_lost_rank: OnLostRank = "raise"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("delta", self.delta == "auto" or self.delta >= 0, "at least 0")
         self._check("lssr", 0 <= self.lssr < 1, "in [0, 1)")
-        self._check_least(window=1)
+        self._check_least(window=1, warmup_steps=0, fragments=1, overlap_steps=0, ranks_per_replica=1)
         self._check("smoothing", 0 < self.smoothing <= 1, "in (0, 1]")
+        self._check("participation", 0 < self.participation <= 1, "in (0, 1]")
+        self._check("lr_scale", self.lr_scale == "auto" or 0 < self.lr_scale < math.inf, "'auto' or a positive number")
+        share = self.own_share
+        self._check("own_share", share == "progress" or 0 <= share <= 1, "'progress' or in [0, 1]")
+        if not get_codec(self.compression).lossless and self.participation < 1:
+            raise ValueError(
+                f"participation={self.participation!r} averages ranks that other rounds leave out, and compression="
+                f"{str(self.compression)!r} keeps what it has dropped for the next round: set participation=1, or "
+                "compression='none'."
+            )
         self._check_data()
+        self._check_on_lost_rank()
         Fusion(bucket_mb=self.bucket_mb)
+
+    def _check_on_lost_rank(self) -> None:
+        if not self.undoes_averages:
+            return
+        if self.ranks_per_replica > 1:
+            raise ValueError(
+                f"on_lost_rank='continue' excludes ranks_per_replica={self.ranks_per_replica!r}, as "
+                "the group of a lost rank has one less: set ranks_per_replica=1."
+            )
+        if self.injection is not None:
+            raise ValueError(
+                f"on_lost_rank='continue' excludes injection={self.injection!r}, which needs all ranks' rows "
+                "in each batch: set injection=None."
+            )
 
     #: Whether ranks compare the numbers of their steps when an average starts, and before weights are consolidated.
     compares_steps: ClassVar[bool] = True
@@ -66,6 +95,15 @@ class ReplicaSettings(Settings):
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
         """Returns what makes the optimizer of the agreed weights; None: they become the replicas' average."""
         return None
+
+    def for_framework(self) -> Self:
+        if self.undoes_averages:
+            raise ValueError(
+                "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
+                "themselves, among all ranks. Attach the method in a loop of your own, or set on_lost_rank='raise' and "
+                "restart from a checkpoint."
+            )
+        return self
 
     def without_effect(self) -> dict[str, str]:
         ignored = {}

@@ -64,7 +64,7 @@ class GradientTrigger(AveragingPolicy):
         """Waits for the flags of all ranks, and decides whether the step is synchronized; once in a step."""
         return self.algorithm.decision or self.algorithm.decide(self._exchange().wait())
 
-    def num_started(self, step: int) -> int:
+    def end_step(self, step: int) -> int:
         self.last = self.decide()
         self.algorithm.finish_step()
         self._norm = self._flags = None

@@ -155,7 +155,7 @@ class ReplicaUnit:
 
     def _average_due(self, step: int, start: Callable[[], object] | None) -> bool:
         self._fragments.apply_due(step)
-        number = self.policy.num_started(step - self._config.warmup_steps)
+        number = self.policy.end_step(step - self._config.warmup_steps)
         if number and self.policy.averages_gradients:  # all ranks have applied the same gradient
             self.replicas.diverged |= self._states_diverged
             return True
