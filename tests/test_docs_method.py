@@ -8,7 +8,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
