@@ -103,7 +103,7 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         # A method reads weights and optimizer states when it is attached, so they are loaded without one.
         self._sessions.return_optimizer_states()
         self._sessions.detach()
-        if load_kwargs is not None:  # which versions before 1.4 do not have
+        if load_kwargs is not None:  # which Accelerate 1.3 does not have
             load_model_func_kwargs["load_kwargs"] = load_kwargs
         try:
             super().load_state(input_dir, **load_model_func_kwargs)
