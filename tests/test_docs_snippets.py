@@ -34,14 +34,10 @@ class Run:
     init: bool = True
 
 
+SELSYNC = "from lightning_pipesync import SelSync\nsync = SelSync(model, optimizer)\nx, y = next(iter(loader))"
 #: Of the snippets that need more than :func:`stand_ins`, by page and the start of the snippet.
 RUNS = {
-    ("README", "scaler.scale"): Run(
-        "from torch.amp import GradScaler\n"
-        "sync, scaler = SelSync(model, optimizer), GradScaler('cpu')\n"
-        "loss = loss_function(*[f(v) for f, v in zip((model, lambda y: y), next(iter(loader)))])",
-        "sync.detach()",
-    ),
+    ("README", "from lightning_pipesync import DeAR"): Run(after="sync.detach()"),
     ("accelerate", "train_loader.set_epoch"): Run(continues=True),
     ("accelerate", "from transformers import Trainer"): Run(
         "from torch import nn\n"
@@ -57,6 +53,12 @@ RUNS = {
         "trainer.train()",
     ),
     ("adding_a_method", "from collections.abc import Sequence"): Run(continues=True),
+    ("diloco_across_sites", "import json"): Run(
+        """import sys\nsys.argv = ["sites.py", '{"steps": 1, "period": 4}']""", init=False
+    ),
+    ("diloco_across_sites", "import torch.distributed as dist"): Run(
+        "import torch\nfrom lightning_pipesync import LocalSGD\nsync = LocalSGD(model, optimizer)", "sync.detach()"
+    ),
     ("ea_pipe", "trainer = Trainer(strategy=EAPipeStrategy(module="): Run(
         "from collections import OrderedDict\n"
         "from torch import nn\n"
@@ -85,6 +87,12 @@ RUNS = {
     ("netlab", "import torch\n"): Run(init=False),
     ("parameter_server", "sync = ParameterServer(model, optimizer, servers=1"): Run(after="sync.detach()"),
     ("parameter_server", "sync = ParameterServer(model, optimizer, policy="): Run(after="sync.detach()"),
+    ("plain_loop", "loss_function(model(x), y)"): Run(SELSYNC, "sync.detach()"),
+    ("plain_loop", "scaler.scale"): Run(
+        f"{SELSYNC}\nfrom torch.amp import GradScaler\nscaler, loss = GradScaler('cpu'), loss_function(model(x), y)",
+        "sync.detach()",
+    ),
+    ("plain_loop", "import torch"): Run(SELSYNC, "sync.detach()"),
     ("plan", "from lightning_pipesync import StepReport"): Run(
         "import json\n"
         "from pathlib import Path\n"
