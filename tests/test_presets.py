@@ -79,9 +79,9 @@ def test_the_users_settings_override_a_presets(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("text", "label"),
     [
-        ("local-sgd", "local SGD"),
-        ("diloco", "local SGD (diloco)"),
-        ("Streaming-DiLoCo:period=50", "local SGD (Streaming-DiLoCo, period=50)"),
+        ("local-sgd", "local_sgd"),
+        ("diloco", "local_sgd (diloco)"),
+        ("Streaming-DiLoCo:period=50", "local_sgd (Streaming-DiLoCo, period=50)"),
     ],
 )
 def test_benchmarks_know_presets(text: str, label: str) -> None:
