@@ -34,7 +34,7 @@ from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS, make_config
 from lightning_pipesync.training.session import MethodPlan, Sessions, contains
-from lightning_pipesync.training.strategies import settings_in
+from lightning_pipesync.training.strategies import check_interactive, settings_in
 
 
 class BackwardSyncControl:
@@ -105,6 +105,11 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         return self.method_of(optimizer).prepare_train_loader(loader, seed, self.batch_to_device)
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_interactive(self)
 
     @override
     def setup_environment(self) -> None:

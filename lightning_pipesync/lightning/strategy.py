@@ -28,7 +28,7 @@ from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
-from lightning_pipesync.training.strategies import settings_in
+from lightning_pipesync.training.strategies import check_interactive, settings_in
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -69,6 +69,11 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         super().__init__(timeout=timedelta(seconds=self.config.timeout_s), **arguments)
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        check_interactive(self)
 
     @override
     def setup_environment(self) -> None:

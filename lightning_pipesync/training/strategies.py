@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, MutableMapping
 from dataclasses import fields
 from typing import Any, ParamSpec, get_type_hints
@@ -24,6 +25,9 @@ OF_DDP = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"),
     *("process_group_backend", "start_method"),
 )
+
+#: The end of the names of strategies whose processes are forked, which start in notebooks, too, as ``ddp_notebook``.
+NOTEBOOK = "_notebook"
 
 
 class Strategies:
@@ -55,9 +59,20 @@ class Strategies:
                 self._add(preset_name, strategy, preset.summary, **preset.settings)
 
     def _add(self, name: str, strategy: type, summary: str, **settings: Any) -> None:
-        """Registers a strategy under ``name``, also with dashes in place of underscores."""
-        for spelled in {name, name.replace("_", "-")}:
-            self._registry.register(spelled, strategy, summary, override=True, **settings)
+        """Registers a strategy under ``name``, and as one for notebooks; also with dashes in place of underscores."""
+        for registered, arguments in ((name, settings), (name + NOTEBOOK, {**settings, "start_method": "fork"})):
+            for spelled in {registered, registered.replace("_", "-")}:
+                self._registry.register(spelled, strategy, summary, override=True, **arguments)
+
+
+def check_interactive(strategy: Any) -> None:
+    """Raises a ValueError in an interactive session if a strategy starts its processes by running the script again."""
+    if (hasattr(sys, "ps1") or sys.flags.interactive) and not strategy.launcher.is_interactive_compatible:
+        raise ValueError(
+            f"strategy={strategy.name!r} cannot start processes in an interactive session, which has no script to run "
+            f"again: set strategy={strategy.name + NOTEBOOK!r}, add {NOTEBOOK!r} to the name of a preset, or "
+            f"start_method='fork' to the arguments of {type(strategy).__name__}."
+        )
 
 
 def passes_to(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
