@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.methods.laboratory import LabEntry
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.settings import Settings
 
 #: MiB in one message when weights and buffers are broadcast.
@@ -26,7 +28,11 @@ class Method(ABC):
     name: ClassVar[str]  #: under which it is registered
     config_type: ClassVar[type[Settings]]
     makes_passes: ClassVar[bool] = False  #: whether it makes the forward and backward passes itself, as a pipeline does
-    shown_metrics: ClassVar[tuple[str, ...]] = ("mib_sent",)  #: names of those that a progress bar shows
+    metric_infos: ClassVar[Mapping[str, MetricInfo]] = NETWORK_METRICS  #: of its metrics, by name
+    #: Short names of the metrics that a progress bar shows, of two at most.
+    shown_metrics: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"mib_sent": "sent_MiB", "exposed_seconds": "waited_s"}
+    )
     shards_optimizer_state: ClassVar[bool] = False  #: whether a rank may have only a part of an optimizer's state
     lab: ClassVar[type[LabEntry]] = LabEntry  #: what benchmarks and plans know of it
 
@@ -42,7 +48,43 @@ class Method(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Returns the method's metrics since the start of the training, by name."""
+        """Returns this rank's metrics since the start of the training, by name."""
+
+    @classmethod
+    def metric_info(cls, name: str) -> MetricInfo:
+        """Returns what a metric is; one that is not declared in ``metric_infos`` is averaged over the ranks."""
+        return cls.metric_infos.get(name, MetricInfo())
+
+    def reduced_metrics(self) -> dict[str, float]:
+        """Returns :meth:`metrics` reduced over the ranks as declared, the same on all ranks, after :meth:`flush`.
+
+        A collective call.
+        """
+        of_ranks = [self.metrics()] if self.transport is None else self.transport.gather_objects(self.metrics())
+        names = dict.fromkeys(name for metrics in of_ranks for name in metrics)
+        return {
+            name: self.metric_info(name).reduce([metrics[name] for metrics in of_ranks if name in metrics])
+            for name in names
+        }
+
+    def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
+        """Returns what the method did in ``num_steps`` steps, as a clause without a full stop; called on rank 0.
+
+        Args:
+            num_steps: optimizer steps of a rank, of all optimizers; the mean, where ranks take different numbers.
+            before: :meth:`metrics` before these steps.
+        """
+        return f"{num_steps} steps"
+
+    @property
+    def ddp_bytes(self) -> float | None:
+        """Bytes that a rank sends at least in a step with DDP; None if the method's steps are no such steps."""
+        return None
+
+    @property
+    def counts_traffic(self) -> bool:
+        """Whether :attr:`transport` counts all that steps send and wait for."""
+        return True
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -268,6 +268,14 @@ class SyncMethod(FrameworkHooks, Method):
         traffic = self.transport.traffic
         return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
 
+    @property
+    def ddp_bytes(self) -> float | None:
+        """Each rank's share of an all-reduce of the gradients; None with several optimizers, whose steps differ."""
+        if len(self.optimizers) > 1:
+            return None
+        gradients = sum(parameter.nbytes for parameter in self._trained(None) if parameter.requires_grad)
+        return 2 * (self.transport.world_size - 1) / self.transport.world_size * gradients
+
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call."""
         return optimizer.state_dict()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.loads import hook_loading
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -69,6 +71,14 @@ class DeAR(SyncMethod):
     reduces_together = True
     same_weights = True
     shards_optimizer_state = True
+
+    metric_infos = MappingProxyType(
+        {
+            "buckets": MetricInfo("buckets of a step", over_ranks="same"),
+            "early_gathers": MetricInfo("all-gathers of a step that start under the backward pass", over_ranks="same"),
+            **NETWORK_METRICS,
+        }
+    )
 
     config: DeARConfig
     _tuning_file: TuningFile | None = None
@@ -222,9 +232,11 @@ class DeAR(SyncMethod):
         self.flushed = False
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of buckets and of early all-gathers, MiB sent and seconds of exposed communication."""
         counts = {"buckets": len(self._fused.buckets), "early_gathers": self._early.num_early}
         return {**counts, **super().metrics()}
+
+    def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
+        return f"{num_steps} steps with gradients in {len(self._fused.buckets)} buckets"
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without DeAR, on every rank; a collective call.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -200,6 +200,13 @@ class EAPipe(PipelineMethod):
         """
         traffic = Traffic() if self.transport is None else self.transport.traffic
         return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
+
+    def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
+        return f"{num_steps} mini-batches through {self.num_stages} stages"
+
+    @property
+    def counts_traffic(self) -> bool:
+        return self.config.algorithm not in SYNCHRONOUS
 
     def state_dict(self) -> dict[str, Any]:
         """Flushes, and returns the state to resume the stages of this process bit for bit."""

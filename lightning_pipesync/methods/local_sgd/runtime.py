@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,6 +12,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -48,7 +50,17 @@ class LocalSGD(ElasticReplicaMethod):
     name = "local_sgd"
     config_type = LocalSGDConfig
     lab = LocalSGDLab
-    shown_metrics = ("rounds", "mib_sent")
+    metric_infos = MappingProxyType(
+        {
+            "rounds": MetricInfo("rounds so far, in each of which all weights were averaged", over_ranks="same"),
+            "lssr": MetricInfo("share of the steps so far that stayed local", over_ranks="same"),
+            "lr_scale": MetricInfo("factor on the learning rate of local steps", over_ranks="same"),
+            **NETWORK_METRICS,
+            "mib_between_groups": MetricInfo("`mib_sent` without what was sent within groups", "MiB", "max"),
+            "ranks": MetricInfo('remaining ranks, with `on_lost_rank="continue"`', over_ranks="same"),
+        }
+    )
+    shown_metrics = MappingProxyType({"rounds": "sync_rounds", "mib_sent": "sent_MiB"})
 
     config: LocalSGDConfig
 
@@ -63,15 +75,13 @@ class LocalSGD(ElasticReplicaMethod):
             super()._average_others(index)
 
     def metrics(self) -> dict[str, float]:
-        """Returns, besides :meth:`SyncMethod.metrics`, those of the first optimizer.
-
-        ``rounds`` is their number, ``lssr`` the share of local steps, ``lr_scale`` the factor on their learning rate.
-        With groups, ``mib_between_groups`` is ``mib_sent`` without the exchanges within groups; with
-        ``on_lost_rank="continue"``, ``ranks`` is the number of remaining ranks.
-        """
+        """Returns, besides :meth:`SyncMethod.metrics`, those of the first optimizer."""
         unit = self._units[0]
         lssr = unit.num_local_steps / unit.num_steps if unit.num_steps else 0.0
         return {"rounds": unit.num_rounds, "lssr": lssr, "lr_scale": unit.lr_scale, **super().metrics()}
+
+    def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
+        return f"{self._units[0].num_rounds - before['rounds']:g} rounds in {num_steps} steps"
 
     def _problem(self) -> ValueError | None:
         world_size = replicas_of(self.transport).world_size

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
@@ -50,6 +52,14 @@ class PipeSGD(SyncMethod):
     config_type = PipeSGDConfig
     lab = PipeSGDLab
     same_weights = True
+
+    metric_infos = MappingProxyType(
+        {
+            "updates": MetricInfo("updates of the weights so far", over_ranks="same"),
+            "staleness": MetricInfo("that of the last update", "steps", "same"),
+            **NETWORK_METRICS,
+        }
+    )
 
     config: PipeSGDConfig
 
@@ -167,15 +177,17 @@ class PipeSGD(SyncMethod):
         self._flushed_pipes.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of updates, the staleness of the last, MiB sent and seconds of exposed communication.
-
-        With several optimizers the updates are those of all, and the staleness that of the first.
-        """
+        """See :meth:`Method.metrics`; with several optimizers, the updates of all, and the staleness of the first."""
         return {
             "updates": sum(pipe.pipeline.num_updates for pipe in self._pipes),
             "staleness": self._pipes[0].pipeline.staleness,
             **super().metrics(),
         }
+
+    def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
+        now = self.metrics()
+        updates = now["updates"] - before["updates"]
+        return f"{updates:g} updates in {num_steps} steps, with a staleness of {now['staleness']:g} at the end"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the gradients in flight, with averages on rank 0 only, and the codec's residuals; a collective call.

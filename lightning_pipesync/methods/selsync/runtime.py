@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.replicas.gradient_change import SyncDecision
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
@@ -53,7 +55,16 @@ class SelSync(ReplicaMethod):
     name = "selsync"
     config_type = SelSyncConfig
     lab = SelSyncLab
-    shown_metrics = ("lssr", "relative_gradient_change", "mib_sent")
+    metric_infos = MappingProxyType(
+        {
+            "lssr": MetricInfo("share of the steps so far that stayed local (Eq. 4)", over_ranks="same"),
+            "synchronized_steps": MetricInfo("steps so far that were synchronized", over_ranks="same"),
+            "relative_gradient_change": MetricInfo("that of the last step (Eq. 2)", over_ranks="max"),
+            "delta": MetricInfo("threshold of the next step", over_ranks="same"),
+            **NETWORK_METRICS,
+        }
+    )
+    shown_metrics = MappingProxyType({"lssr": "lssr", "mib_sent": "sent_MiB"})
 
     config: SelSyncConfig
 
@@ -113,13 +124,17 @@ class SelSync(ReplicaMethod):
         super()._end_step(index)
 
     def metrics(self) -> dict[str, float]:
-        """Returns LSSR, delta, this rank's relative gradient change, MiB sent and seconds of exposed communication."""
         return {
             "lssr": self.lssr,
+            "synchronized_steps": self.num_synchronized_steps,
             "relative_gradient_change": self.last.relative_change,
             "delta": self.delta,
             **super().metrics(),
         }
+
+    def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
+        synchronized = self.num_synchronized_steps - before["synchronized_steps"]
+        return f"{1 - synchronized / num_steps:.0%} of {num_steps} steps were local"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`ReplicaMethod.load_state_dict`; resumes from states of earlier versions, too."""

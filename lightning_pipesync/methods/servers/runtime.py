@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.loads import hook_loading
 from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
@@ -65,7 +67,15 @@ class ParameterServer(SyncMethod):
     name = "parameter_server"
     config_type = ParameterServerConfig
     lab = ParameterServerLab
-    shown_metrics = ("updates", "staleness", "mib_sent")
+    metric_infos = MappingProxyType(
+        {
+            "updates": MetricInfo("updates whose weights a rank has got", over_ranks="max"),
+            "cancelled": MetricInfo("passes that a rank has cancelled so far"),
+            "staleness": MetricInfo("that of all gradients so far, on average", "updates", "rank 0"),
+            **NETWORK_METRICS,
+        }
+    )
+    shown_metrics = MappingProxyType({"updates": "server_updates", "staleness": "staleness"})
     shards_optimizer_state = True
 
     config: ParameterServerConfig
@@ -255,11 +265,14 @@ class ParameterServer(SyncMethod):
     # --- state ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Returns the updates, this rank's cancelled passes, on rank 0 the mean staleness, and the base's metrics."""
         counts = {"updates": float(self._learner.version), "cancelled": float(self._learner.num_cancelled)}
         if self.transport.rank == COORDINATOR:
             counts["staleness"] = self._coordinator.mean_staleness
         return {**counts, **super().metrics()}
+
+    def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
+        updates, staleness = self._learner.version - before["updates"], self._coordinator.mean_staleness
+        return f"{updates:g} updates in {num_steps} steps of a rank, with a mean staleness of {staleness:.2g}"
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without servers, on every rank.
