@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.private_names import ChecksOverrides
+from lightning_pipesync.lightning.fit_summary import FitSummary
+from lightning_pipesync.lightning.logged import log_hyperparameters, log_in_epoch, log_in_step
 from lightning_pipesync.lightning.private import logs_this_batch, num_batches_trained
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 
@@ -19,14 +22,22 @@ else:
 
 
 class PipeSyncCallbackMixin(ChecksOverrides, _Base):
-    """Consolidates the weights before any other callback reads them, and logs the method's metrics.
+    """Consolidates the weights before any other callback reads them, and logs what the method is and does.
 
     The strategies insert it as the first of the Trainer's callbacks.
     """
 
+    _summary: FitSummary | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.enable_autolog_hparams:
+            log_hyperparameters(trainer, _strategy(trainer).config, _strategy(trainer).name)
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).check_num_batches()
+        self._summary = FitSummary(_strategy(trainer).attached, trainer.global_step)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -42,13 +53,8 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy = _strategy(trainer)
-        if trainer.is_last_batch or logs_this_batch(trainer):  # logging costs more than the rest of a local step
-            metrics = {f"{strategy.name}/{name}": value for name, value in strategy.attached.metrics().items()}
-            shown = {f"{strategy.name}/{name}" for name in strategy.attached.shown_metrics}
-            # Without a batch_size, Lightning refuses to log for a training_step that takes the loader's iterator.
-            for shows in (True, False):
-                chosen = {name: value for name, value in metrics.items() if (name in shown) == shows}
-                pl_module.log_dict(chosen, prog_bar=shows, batch_size=1)
+        if logs_this_batch(trainer):  # logging costs more than the rest of a local step
+            log_in_step(pl_module, strategy.attached)
         strategy.end_batch()
 
     @override
@@ -57,13 +63,20 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).note_epoch_end(num_batches_trained(trainer))
-        _strategy(trainer).flush()
-        trainer.should_stop |= _strategy(trainer).has_ended
+        strategy = _strategy(trainer)
+        strategy.note_epoch_end(num_batches_trained(trainer))
+        strategy.flush()
+        if not trainer.barebones:
+            log_in_epoch(pl_module, strategy.attached)
+            strategy.share_metrics()
+        trainer.should_stop |= strategy.has_ended
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).end_training()
+        summary, self._summary = self._summary, None  # none, if the training began without this callback
+        if summary is not None and (text := summary.text(trainer.global_step)) is not None:
+            rank_zero_info(text)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -78,6 +78,16 @@ def logs_this_batch(trainer: Trainer) -> bool:
     return not accumulates and trainer._logger_connector.should_update_logs
 
 
+def saved_hyperparameters(trainer: Trainer) -> dict[str, Any]:
+    """Returns the hyperparameters of the module and the data module that the Trainer gives to loggers."""
+    found: dict[str, Any] = {}
+    for owner in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        if owner is not None:
+            require(owner, "_log_hyperparams")
+            found |= owner.hparams_initial if owner._log_hyperparams else {}
+    return {name: value for name, value in found.items() if name != "_class_path"}  # which is LightningCLI's own
+
+
 def saves_now(trainer: Trainer) -> bool:
     """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint will save after this batch."""
     for callback in _model_checkpoints(trainer):
