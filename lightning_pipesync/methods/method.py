@@ -15,7 +15,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.methods.laboratory import LabEntry
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.settings import Settings
 
 #: MiB in one message when weights and buffers are broadcast.
@@ -74,7 +74,7 @@ class Method(ABC):
             num_steps: optimizer steps of a rank, of all optimizers; the mean, where ranks take different numbers.
             before: :meth:`metrics` before these steps.
         """
-        return f"{num_steps} steps"
+        return counted(num_steps, "step")
 
     @property
     def ddp_bytes(self) -> float | None:

@@ -43,3 +43,8 @@ NETWORK_METRICS = MappingProxyType(
         "exposed_seconds": MetricInfo("time that training has waited for communication so far", "s"),
     }
 )
+
+
+def counted(number: float, noun: str) -> str:
+    """Returns a number of things, in words: ``"1 step"``, ``"2000000 steps"``."""
+    return f"{number:.0f} {noun}" if number == 1 else f"{number:.0f} {noun}s"

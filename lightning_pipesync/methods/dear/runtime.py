@@ -28,7 +28,7 @@ from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.loads import hook_loading
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -236,7 +236,7 @@ class DeAR(SyncMethod):
         return {**counts, **super().metrics()}
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
-        return f"{num_steps} steps with gradients in {len(self._fused.buckets)} buckets"
+        return f"{counted(num_steps, 'step')} with gradients in {counted(len(self._fused.buckets), 'bucket')}"
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without DeAR, on every rank; a collective call.

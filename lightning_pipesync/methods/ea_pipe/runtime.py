@@ -27,6 +27,7 @@ from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
 from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
 from lightning_pipesync.methods.method import PIECE_MB
+from lightning_pipesync.methods.metric_info import counted
 from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 
@@ -202,7 +203,7 @@ class EAPipe(PipelineMethod):
         return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
-        return f"{num_steps} mini-batches through {self.num_stages} stages"
+        return f"{num_steps} mini-batches through {counted(self.num_stages, 'stage')}"
 
     @property
     def counts_traffic(self) -> bool:

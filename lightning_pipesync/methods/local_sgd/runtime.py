@@ -12,7 +12,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -81,7 +81,8 @@ class LocalSGD(ElasticReplicaMethod):
         return {"rounds": unit.num_rounds, "lssr": lssr, "lr_scale": unit.lr_scale, **super().metrics()}
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
-        return f"{self._units[0].num_rounds - before['rounds']:g} rounds in {num_steps} steps"
+        rounds = self._units[0].num_rounds - before["rounds"]
+        return f"{counted(rounds, 'round')} in {counted(num_steps, 'step')}"
 
     def _problem(self) -> ValueError | None:
         world_size = replicas_of(self.transport).world_size

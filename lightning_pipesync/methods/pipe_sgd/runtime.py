@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
@@ -185,9 +185,9 @@ class PipeSGD(SyncMethod):
         }
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
-        now = self.metrics()
-        updates = now["updates"] - before["updates"]
-        return f"{updates:g} updates in {num_steps} steps, with a staleness of {now['staleness']:g} at the end"
+        updates = counted(self.metrics()["updates"] - before["updates"], "update")
+        staleness = self._pipes[0].pipeline.staleness
+        return f"{updates} in {counted(num_steps, 'step')}, with a staleness of {staleness} at the end"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the gradients in flight, with averages on rank 0 only, and the codec's residuals; a collective call.

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.replicas.gradient_change import SyncDecision
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
@@ -134,7 +134,7 @@ class SelSync(ReplicaMethod):
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
         synchronized = self.num_synchronized_steps - before["synchronized_steps"]
-        return f"{1 - synchronized / num_steps:.0%} of {num_steps} steps were local"
+        return f"{1 - synchronized / num_steps:.0%} of {counted(num_steps, 'step')} were local"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`ReplicaMethod.load_state_dict`; resumes from states of earlier versions, too."""

@@ -17,7 +17,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.loads import hook_loading
 from lightning_pipesync.methods.method import parameters_of
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
@@ -272,7 +272,8 @@ class ParameterServer(SyncMethod):
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
         updates, staleness = self._learner.version - before["updates"], self._coordinator.mean_staleness
-        return f"{updates:g} updates in {num_steps} steps of a rank, with a mean staleness of {staleness:.2g}"
+        steps = counted(num_steps, "step")
+        return f"{counted(updates, 'update')} in {steps} of a rank, with a mean staleness of {staleness:.2g}"
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without servers, on every rank.
