@@ -1,4 +1,4 @@
-"""Writes the strategy classes of Lightning and Fabric: each method's settings as typed and documented arguments.
+"""Writes the strategy classes of Lightning, Fabric and Ray: each method's settings as typed and documented arguments.
 
 Usage: python docs/strategy_classes.py
 """
@@ -209,6 +209,27 @@ STRATEGIES = Strategies(STRATEGY_REGISTRY, globals(), "FabricStrategy", DDPStrat
 '''
 
 
+def ray_file() -> str:
+    """Returns the file with the strategies of the Trainer for workers of Ray Train."""
+    names = [f"{method.__name__}Strategy" for method in BUILT_IN]
+    classes = [f"\nclass Ray{name}({name}, RayStrategy): ...\n" for name in names]
+    return f'''"""Strategies of the Trainer for workers of Ray Train.
+
+{WRITTEN}
+"""
+
+from __future__ import annotations
+
+from lightning_pipesync.core.extras import check_extra
+
+check_extra("ray", __name__)
+
+from lightning_pipesync.lightning import {", ".join(names)}
+from lightning_pipesync.ray.strategy import RayStrategy
+
+{"".join(classes)}'''
+
+
 def _concrete(method: type[Method], suffix: str, base: str, conflict: str) -> str:
     name = f"{method.__name__}{suffix}"
     return f"\nclass {name}(arguments.{name}Mixin, {base}): ...{conflict}\n"
@@ -226,6 +247,7 @@ def files() -> Iterator[tuple[Path, str]]:
         ),
         "fabric/__init__.py": fabric_file("lightning.fabric"),
         "fabric/twin.py": fabric_file("lightning_fabric"),
+        "ray/__init__.py": ray_file(),
     }
     for name, text in texts.items():
         yield package / name, _formatted(text, package / name)

@@ -90,6 +90,12 @@ from lightning_pipesync.transformers import PipeSyncTrainerMixin
 
 class Mine(PipeSyncTrainerMixin, Trainer): ...
 """,
+    "ray": """
+from lightning_pipesync.ray import RayDeARStrategy
+from ray.train.lightning import RayDDPStrategy
+
+assert issubclass(RayDeARStrategy, RayDDPStrategy)
+""",
     "tune": """
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.methods.dear.search import BayesianSearch, Trial

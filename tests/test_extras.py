@@ -15,7 +15,7 @@ from tests.harness import free_port
 #: The modules of all optional packages, and of what these need besides.
 OPTIONAL = (
     *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics", "accelerate"),
-    *("transformers", "bayes_opt", "sklearn", "scipy", "pyroute2", "rich", "matplotlib"),
+    *("transformers", "ray", "bayes_opt", "sklearn", "scipy", "pyroute2", "rich", "matplotlib"),
 )
 WITHOUT = f"import sys\nsys.modules |= dict.fromkeys({OPTIONAL})\n"
 
@@ -68,6 +68,7 @@ said(
     "lightning_pipesync.transformers needs transformers, Accelerate", "transformers",
     lambda: import_module("lightning_pipesync.transformers"),
 )
+said("lightning_pipesync.ray needs Ray, Lightning", "ray", lambda: import_module("lightning_pipesync.ray"))
 try:
     from lightning_pipesync import SelSyncStrategy
 except ImportError as error:

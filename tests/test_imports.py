@@ -17,15 +17,16 @@ STOREYS = [
     ["training"],
     ["fabric"],
     ["lightning", "accelerate"],
-    ["transformers"],
+    ["transformers", "ray"],
     ["lab"],
 ]
-FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"}
+FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics", "ray"}
 ADAPTERS = {
     "lightning": {"lightning", "pytorch_lightning", "torchmetrics"},
     "fabric": {"lightning", "lightning_fabric", "lightning_utilities"},
     "accelerate": {"accelerate"},
     "transformers": {"transformers"},
+    "ray": {"ray"},
     "lab": {"lightning", "pytorch_lightning", "transformers"},  # plans in a Trainer, and takes models
 }
 FLOOR = {name: floor for floor, names in enumerate(STOREYS) for name in names}

@@ -10,6 +10,7 @@ MODULES = {
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
     "transformers": ("transformers", "accelerate"),
+    "ray": ("ray", "lightning"),
     "tune": ("bayes_opt",),
     "netlab": ("pyroute2",),
     "plan": ("matplotlib", "pyroute2", "rich"),
@@ -21,6 +22,7 @@ TWINS = {"lightning": ("pytorch_lightning",)}
 NAMES = {
     "lightning": "Lightning",
     "accelerate": "Accelerate",
+    "ray": "Ray",
     "bayes_opt": "bayesian-optimization",
     "sklearn": "scikit-learn",
 }
