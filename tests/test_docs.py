@@ -59,7 +59,7 @@ def test_settings_in_a_page_exist(page: Path) -> None:
     """Those of the strategies and methods that snippets and the text make."""
     types = {f"{method.__name__}{kind}": method.config_type for method in METHODS.values() for kind in KINDS}
     for name, given in re.findall(
-        rf"(?<!Accelerate's `)\b({'|'.join(types)})\(([^()]*(?:\([^()]*\)[^()]*)*)\)", page.read_text()
+        rf"(?<!Accelerate's `)\b(?:Ray)?({'|'.join(types)})\(([^()]*(?:\([^()]*\)[^()]*)*)\)", page.read_text()
     ):
         for setting in re.findall(r"\b(\w+)=(?!=)", re.sub(r"\([^()]*\)", "", given)):
             assert setting in {*types[name].__dataclass_fields__, *ARGUMENTS}, f"{page.name}: {name}({given})"

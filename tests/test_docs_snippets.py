@@ -115,6 +115,7 @@ NOT_RUN = {
         "netlab",
         "from lightning_pipesync.lab.netlab import",
     ): "needs root or user namespaces, and a script; tests/test_netlab.py runs both calls",
+    ("ray", "import sys"): "is a script that needs Ray; tests/test_ray.py runs it",
 }
 
 
