@@ -19,6 +19,13 @@ pytest.importorskip("ray", reason="ray is not installed: make test-ray")
 
 from tests import ray_fits
 
+TWIN = """
+import sys
+sys.modules["lightning"] = None
+from lightning_pipesync.ray import RayDeARStrategy
+from pytorch_lightning.strategies import DDPStrategy
+assert issubclass(RayDeARStrategy, DDPStrategy)
+"""
 #: How often Ray asks its workers, and how long it waits for a frozen one to end: shorter than by default.
 TIMES = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": 0.2, "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": 1}
 
@@ -84,6 +91,11 @@ def test_a_reported_checkpoint_is_lightnings(outcomes: dict[str, Any]) -> None:
 def test_the_driver_names_the_worker_that_is_frozen(outcomes: dict[str, Any]) -> None:
     """After ``timeout_s``, long before Ray does."""
     assert_raised(outcomes["raised"], "WorkerGroupError", "[Rank 0 Error Snippet]", "Rank 1 (host ", "is at fault")
+
+
+def test_the_twin_takes_the_place_of_lightning() -> None:
+    [result] = run_together(([sys.executable, "-c", TWIN], environment()))
+    assert result.returncode == 0, result.stdout
 
 
 def test_the_script_of_the_page(tmp_path: Path) -> None:
