@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.private_names import ChecksOverrides
+from lightning_pipesync.fabric.distribution import rank_zero_info
 from lightning_pipesync.lightning.fit_summary import FitSummary
 from lightning_pipesync.lightning.logged import log_hyperparameters, log_in_epoch, log_in_step
 from lightning_pipesync.lightning.private import logs_this_batch, num_batches_trained
