@@ -115,6 +115,8 @@ NOT_RUN = {
         "netlab",
         "from lightning_pipesync.lab.netlab import",
     ): "needs root or user namespaces, and a script; tests/test_netlab.py runs both calls",
+    ("notebooks", "import lightning_pipesync"): "starts ranks from a session, as tests/test_notebooks.py does",
+    ("notebooks", "from lightning.fabric"): "starts ranks from a session, as tests/test_notebooks.py does",
     ("ray", "import sys"): "is a script that needs Ray; tests/test_ray.py runs it",
 }
 
