@@ -267,7 +267,7 @@ def test_the_command_for_timelines(tmp_path: Path) -> None:
     layers = {ranks[event["pid"]] for event in events if event["name"] == "pipesync::forward of a layer"}
     assert layers == set(ranks.values())
     halves = {ranks[event["pid"]] for event in events if "pipesync::reduce_scatter" in event["name"]}
-    assert halves == {name for name in ranks.values() if name.startswith("DeAR")}
+    assert halves == {name for name in ranks.values() if name.startswith("dear")}
 
 
 def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:
