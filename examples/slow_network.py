@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from slow_link import SlowLink
 
 from lightning_pipesync.lab.netlab import Network, enter_user_namespace, run_job
+from lightning_pipesync.lab.netlab.network import check_requirements
 from lightning_pipesync.lab.netlab.units import bits_per_second
 
 
@@ -35,12 +36,11 @@ def main() -> int:
             return run_delayed(options)
         return launch_delayed(options, "--delays.")
     enter_user_namespace()
-    network = Network(options.hosts, options.rate)
     try:
-        network.__enter__()
+        check_requirements()
     except RuntimeError as error:
         return launch_delayed(options, str(error))
-    with network:
+    with Network(options.hosts, options.rate) as network:
         where = ["--devices", "1", "--num-nodes", str(options.hosts), "--network", f"{options.rate}, emulated hosts"]
         return run_job(network, [sys.executable, options.script, *options.arguments, *where], output=print_rank_0)
 
