@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,12 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(job, "_run_here", run_here)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the trainings of a file write to, and its tests read."""
+    return tmp_path_factory.mktemp("trained")
 
 
 @pytest.fixture(scope="session")

@@ -215,11 +215,6 @@ def interchange(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {
         (method, resumed): partial(train, method, folder / method, resumed)

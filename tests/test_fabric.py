@@ -313,11 +313,6 @@ LEFT_OUT = ("before", "set to None", "set to zero", "alone")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {}
     for function in (train_folds, train_a_part_later):  # first those that count threads

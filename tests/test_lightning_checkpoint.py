@@ -112,11 +112,6 @@ def run_case(directory: Path, case: Case, resumed: str | None = None) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {
         (name, moment): partial(run_case, folder / name, case, moment)

@@ -129,11 +129,6 @@ def fit(package: str, name: str, directory: Path) -> tuple[int, str, set[str], t
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     return launch_cases({case: partial(fit, *case, folder) for case in CASES}, 2, init=False)
 

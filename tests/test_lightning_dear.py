@@ -158,11 +158,6 @@ def fit_manually(strategy: Any, directory: Path, make: type[TwoOptimizers] = Two
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     """What two ranks have trained, in this order: some resume from what others have saved."""
     scheduled: dict[str, Any] = {"optimizer": "adamw", "scheduler": True, "dropout": 0.2}

@@ -157,11 +157,6 @@ def fit_manually_scaled(directory: Path) -> tuple[Tensor, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     """What two ranks have trained, in this order: some resume from what others have saved."""
     clipped: dict[str, Any] = {"module": {"optimizer": "adamw"}, "gradient_clip_val": 0.1}

@@ -202,11 +202,6 @@ def report(folder: Path, fault: str) -> tuple[list[dict[str, float]], list[str]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trained")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {
         "planned": partial(fit_both, folder / "planned"),

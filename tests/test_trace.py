@@ -72,11 +72,6 @@ def fit(folder: Path, strategy: str, first_step: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("traces")
-
-
-@pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases = {(strategy, first): partial(fit, folder, strategy, first) for strategy, first in CASES}
     return launch_cases(cases, 2, init=False)
