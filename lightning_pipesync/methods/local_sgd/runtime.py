@@ -12,7 +12,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.metric_info import MetricInfo, counted
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -55,9 +55,7 @@ class LocalSGD(ElasticReplicaMethod):
             "rounds": MetricInfo("rounds so far, in each of which all weights were averaged", over_ranks="same"),
             "lssr": MetricInfo("share of the steps so far that stayed local", over_ranks="same"),
             "lr_scale": MetricInfo("factor on the learning rate of local steps", over_ranks="same"),
-            **NETWORK_METRICS,
-            "mib_between_groups": MetricInfo("`mib_sent` without what was sent within groups", "MiB", "max"),
-            "ranks": MetricInfo('remaining ranks, with `on_lost_rank="continue"`', over_ranks="same"),
+            **ElasticReplicaMethod.metric_infos,
         }
     )
     shown_metrics = MappingProxyType({"rounds": "sync_rounds", "mib_sent": "sent_MiB"})

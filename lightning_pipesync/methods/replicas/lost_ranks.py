@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from lightning_pipesync.core.faults.admission import Job, start_job
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
 from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.methods.metric_info import MetricInfo
 from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
 from lightning_pipesync.methods.replicas.recovery import Recovery
 from lightning_pipesync.methods.settings import config_from
@@ -56,6 +58,13 @@ class ElasticReplicaMethod(ReplicaMethod):
     Its policies may communicate in :meth:`AveragingPolicy.end_step` and ``check_consolidation`` only, and only in steps
     for which ``may_start`` is True.
     """
+
+    metric_infos = MappingProxyType(
+        {
+            **ReplicaMethod.metric_infos,
+            "ranks": MetricInfo('remaining ranks, with `on_lost_rank="continue"`', over_ranks="same"),
+        }
+    )
 
     _recovery: Recovery | None = None
     _job: Job | None = None

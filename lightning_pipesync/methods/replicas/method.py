@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.loads import hook_loading, modules_with
+from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.replicas.flags import LOADED, check_flags, exchange_flags
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
@@ -46,6 +48,13 @@ class ReplicaMethod(SyncMethod):
 
     A method implements :meth:`_policy`. Arguments, errors and further calls are those of :class:`SyncMethod`.
     """
+
+    metric_infos = MappingProxyType(
+        {
+            **NETWORK_METRICS,
+            "mib_between_groups": MetricInfo("`mib_sent` without what was sent within groups", "MiB", "max"),
+        }
+    )
 
     config: ReplicaSettings
 
