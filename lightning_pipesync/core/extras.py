@@ -58,6 +58,5 @@ def check_extra(extra: str, what: str, *modules: str) -> None:
 
 def import_first_installed(*modules: str) -> None:
     """Imports the first of ``modules`` that is installed, if any is."""
-    for module in filter(is_installed, modules):
+    if module := next(filter(is_installed, modules), None):
         import_module(module)
-        return

@@ -24,9 +24,7 @@ from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 
 # With ``delta="auto"``:
 GAIN = 0.5  # step size of the search, in units of log delta
-FIRST_DELTA = (
-    0.01  # first delta / smoothing, as relative changes are proportional to that; low: first steps synchronize
-)
+FIRST_DELTA = 0.01  # first delta / smoothing, to which relative changes are proportional; low: first steps synchronize
 SMALLEST_DELTA = 1e-12  # smaller changes are rounding errors
 
 # The bits of a rank's flag (Algorithm 1, ``flags[n]``), which is one byte:
