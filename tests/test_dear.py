@@ -118,6 +118,24 @@ def test_optimizer_state_is_that_of_ddp(optimizer: str, methods: tuple[str, str]
             assert_same(actual["state"][index], kept)
 
 
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return float(torch.cat([(one[name] - value).flatten() for name, value in other.items()]).norm())
+
+
+#: The largest relative error of a value with each codec.
+ROUNDING = {"bf16": 2**-8, "fp16": 2**-11, "truncate16": 2**-7}
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize("codec", ROUNDING)
+def test_weights_with_a_codec_are_near_ddps(codec: str, update: str) -> None:
+    """To half a rounding of the way that they have moved, as what a step drops is sent in the next one."""
+    expected = trained_with_ddp(2, "sgd")
+    moved = distance(state(seeded_mlp()), expected)
+    for outcome in on_ranks(train, 2, "sgd", {"update": update, "compression": codec, "bucket_mb": 1e-4}):
+        assert 0 < distance(outcome, expected) < ROUNDING[codec] / 2 * moved
+
+
 def saved_without_waiting() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     run = Run(DeAR)
     model = run.model
