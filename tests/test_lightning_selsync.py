@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_pipesync import SelSyncStrategy
 from tests.case_table import Outcomes, launch_cases
 from tests.lightning_models import LOCAL, Classifier, dataset, fit, train_loader, trainer, val_loader
-from tests.reference_selsync import mean
+from tests.models import OPTIMIZERS
+from tests.reference_selsync import mean, simulate
 
 EMA_STRATEGIES: dict[str, dict[str, Any]] = {
     "SelSync": LOCAL,
@@ -59,21 +60,41 @@ def run_stages(directory: Path) -> dict[str, Any]:
     }
 
 
-def fit_watching(directory: Path, strategy: Any, ema: bool = False, **how: Any) -> dict[str, Any]:
+def fit_watching(directory: Path, strategy: Any, batch_norm: bool = False, ema: bool = False, **how: Any) -> Any:
     watch, averaging = WatchWeights(), [EMAWeightAveraging(decay=0.8)] if ema else []
-    outcome = fit(directory, strategy, {"batch_norm": ema}, callbacks=[watch, *averaging], **how)
+    outcome = fit(directory, strategy, {"batch_norm": batch_norm}, callbacks=[watch, *averaging], **how)
     return {**outcome, "found": watch.found, "each": watch.steps}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {"stages": partial(run_stages, folder)}
     for name, (settings, how) in WATCHED.items():
         cases["watched", name] = partial(fit_watching, folder, settings, **how)
     for name, strategy in EMA_STRATEGIES.items():
-        cases["EMA", name] = partial(fit_watching, folder, strategy, ema=True, max_epochs=4)
+        cases["EMA", name] = partial(fit_watching, folder, strategy, batch_norm=True, ema=True, max_epochs=4)
     return launch_cases(cases, 2, init=False)
+
+
+def test_batch_norm_on_four_ranks_follows_algorithm_1(folder: Path) -> None:
+    """Weights and buffers, bit for bit at every step; all ranks have the same ones after a synchronized step."""
+    settings = {"delta": 0.3, "smoothing": 0.3}
+    outcomes = launch_cases({"": partial(fit_watching, folder, settings, batch_norm=True)}, 4, init=False)[""]
+
+    def loss(model: Classifier, step: int, rank: int) -> Tensor:
+        _, x, y = dataset()[outcomes[rank]["seen"][step]]
+        return nn.functional.cross_entropy(model.model(x), y)
+
+    for number in range(1, len(outcomes[0]["each"]) + 1):
+        given = {"world_size": 4, "num_steps": number, **settings}
+        replicas, synchronized, _ = simulate(Classifier(batch_norm=True), OPTIMIZERS["sgd"], loss, **given)
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            assert torch.equal(outcome["each"][number - 1], replica.weights())
+        same = all(torch.equal(replica.weights(), replicas[0].weights()) for replica in replicas)
+        assert same == synchronized[-1]
+    assert 1 < sum(synchronized) < number
+    average = mean([replica.weights() for replica in replicas])
+    assert all(torch.equal(outcome["weights"], average) for outcome in outcomes)
 
 
 def test_validate_test_and_predict_after_fit(trained: Outcomes) -> None:
