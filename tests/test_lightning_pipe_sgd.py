@@ -15,12 +15,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.case_table import Outcomes, launch_cases
-from tests.lightning_models import Classifier, fit, make_strategy, scaling, train_loader, trainer, val_loader
+from tests.lightning_models import Classifier, dataset, fit, make_strategy, scaling, train_loader, trainer, val_loader
+from tests.reference_pipe_sgd import simulate
 from tests.test_lightning_dear import DDP_UNUSED, TwoOptimizers, assert_same, fine_tune, fit_averaged, fit_manually
 
 PIPE_SGD = {"name": "pipe_sgd"}
 #: As in the paper.
 DELAYED = {**PIPE_SGD, "delay_compensation": "none"}
+#: Settings, and arguments of the Trainer, with which it is compared with the simulation.
+FOLLOWING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "k=2": ({"staleness": 2}, {"val_check_interval": 0.5}),
+    "level 2": ({"pipeline_level": 2}, {"accumulate_grad_batches": 2, "val_check_interval": 3}),
+}
 
 
 class Delay(pl.Callback):
@@ -161,6 +167,7 @@ def trained(folder: Path) -> Outcomes:
     """What two ranks have trained, in this order: some resume from what others have saved."""
     clipped: dict[str, Any] = {"module": {"optimizer": "adamw"}, "gradient_clip_val": 0.1}
     cases: dict[Any, Any] = {
+        **{case: partial(fit, folder, {**PIPE_SGD, **settings}, **how) for case, (settings, how) in FOLLOWING.items()},
         "drained": partial(fit, folder, {**DELAYED, "staleness": 3, "drain": True}, **clipped),
         "drained, ddp": partial(fit, folder, "ddp", callbacks=[Delay(3, drain=True)], **clipped),
         "compare": partial(fit_and_compare, False, folder),
@@ -189,6 +196,30 @@ def trained(folder: Path) -> Outcomes:
         strategy, also = ({**DELAYED, "pipeline_level": level}, []) if level else (DDP_UNUSED, [Delay(1)])
         cases["fine-tuned", level] = partial(fine_tune, strategy, folder / f"level {level}", *also)
     return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize("case", FOLLOWING)
+def test_follows_algorithm_1(case: str, trained: Outcomes) -> None:
+    """Bit for bit, whatever is validated in between."""
+    outcomes, (settings, how) = trained[case], FOLLOWING[case]
+    accumulate, classifier = how.get("accumulate_grad_batches", 1), Classifier()
+
+    def loss(model: Classifier, batch: int, rank: int) -> Tensor:
+        _, x, y = dataset()[outcomes[rank]["seen"][batch]]
+        return nn.functional.cross_entropy(model.model(x), y) / accumulate
+
+    simulate(
+        classifier,
+        classifier.configure_optimizers(),
+        loss,
+        world_size=2,
+        num_steps=16 // accumulate,
+        staleness=settings.get("staleness", 1),
+        accumulate=accumulate,
+        delay_compensation="prediction",
+    )
+    for outcome in outcomes:
+        assert torch.equal(outcome["weights"], classifier.weights())
 
 
 def test_a_drained_pipeline_is_ddp_delayed(trained: Outcomes) -> None:
