@@ -37,6 +37,7 @@ from lightning_pipesync.lab.plan.work import measure_work
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
 from tests.case_table import launch_cases
+from tests.commands import environment, run_together
 from tests.harness import launch
 
 MIB = 2**20
@@ -352,12 +353,13 @@ def test_what_a_method_refuses_is_not_planned() -> None:
             assert "fragments=4 is more than the 2 layers" in reason
 
 
-@pytest.mark.usefixtures("forked_ranks")
-def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the user's own model, with what was run; what is read again is the same plan."""
-    words = ["plan", "--model", "tests.test_plan:small_model", "--steps", "2", "--rounds", "1"]
-    assert main([*words, "--output", str(tmp_path)]) == 0
-    capsys.readouterr()
+def test_plans_under_torchrun_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the user's own model, with what was run, which rank 0 alone tells; what is read again is the same plan."""
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", 2, "-m", "lightning_pipesync", "plan"]
+    words = ["--model", "tests.test_plan:small_model", "--steps", 2, "--rounds", 1, "--output", tmp_path]
+    [ended] = run_together(([*torchrun, *words], environment()))
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count(f"In {tmp_path}: plan.json, plan.md, plan.png.") == 1, ended.stdout
     written = (tmp_path / "plan.md").read_text()
     assert written == as_markdown(*read_plan(tmp_path / "plan.json", None, None))
     (result,) = json.loads((tmp_path / "plan.json").read_text())["results"]
