@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 
 def parse_launch_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -45,19 +45,15 @@ def run_on_ranks(run: Callable[[argparse.Namespace], object], options: argparse.
     if "RANK" in os.environ:
         run(options)
     else:
-        mp.spawn(_run_rank, (_free_port(), run, options), nprocs=options.processes)
+        # The store is in this process, as under torchrun: another program cannot take its port before rank 0 opens it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(_run_rank, (store.port, run, options), nprocs=options.processes)
 
 
 def _run_rank(rank: int, port: int, run: Callable[[argparse.Namespace], object], options: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(options.processes))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     run(options)
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
 
 
 def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
