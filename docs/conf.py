@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from pygments.lexers.special import TextLexer
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -141,7 +140,6 @@ def link_by_class_name(app: Sphinx, env: BuildEnvironment, node: Any, content: n
 
 
 def setup(app: Sphinx) -> None:
-    app.add_lexer("mermaid", TextLexer)  # diagrams, which need a script of another site, are shown as text
     app.connect("doctree-read", link_files, priority=100)  # before Sphinx copies the files that are linked to
     app.connect("html-collect-pages", source_pages)
     app.connect("missing-reference", link_by_class_name)

@@ -43,6 +43,24 @@ def test_every_setting_is_documented(name: str) -> None:
     assert set(docs_of(config_type)) == {field.name for field in fields(config_type)}
 
 
+#: What each method's page has in this order, besides sections of its own.
+SECTIONS = [
+    "The idea",
+    "When to use it",
+    "Settings",
+    "Logged",
+    "Guarantees and limits",
+    "What is supported",
+    "Evidence",
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_pages_of_methods_have_one_form(name: str) -> None:
+    headings = re.findall(r"^## (.*)$", prose_of(DOCS / f"{name}.md"), re.MULTILINE)
+    assert [heading for heading in headings if heading in SECTIONS] == SECTIONS
+
+
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LINKING_PAGES = [*PAGES, *ROOT.glob("C*.md"), *sorted((ROOT / "integrations").glob("**/*.md"))]
 
