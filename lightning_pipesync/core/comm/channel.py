@@ -19,6 +19,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.wire import narrow, packed, start_unpacking
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 
 
@@ -57,9 +58,9 @@ class MessageSender:
     """The sending end of a channel to another rank, see :meth:`Transport.channel_to`."""
 
     def __init__(
-        self, messages: Messages, peer: int, traffic: Traffic, wire_dtype: torch.dtype | None, window: int
+        self, messages: Messages, peer: int, traffic: Traffic, wire_dtype: torch.dtype | None, window: int, what: str
     ) -> None:
-        self._messages, self._peer, self._traffic = messages, peer, traffic
+        self._messages, self._peer, self._traffic, self._what = messages, peer, traffic, what
         self._wire_dtype, self._window = wire_dtype, window
         self._sent: deque[list[dist.Work]] = deque()
 
@@ -70,9 +71,10 @@ class MessageSender:
         """
         while len(self._sent) >= self._window:
             self._wait_for_oldest()
-        parts = packed(tree, self._wire_dtype, objects=True)
-        self._traffic.count("send", sum(part.nbytes for part in parts))
-        self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
+        with profiled("send", self._what):
+            parts = packed(tree, self._wire_dtype, objects=True)
+            self._traffic.count("send", sum(part.nbytes for part in parts))
+            self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
 
     def finish(self) -> None:
         """Blocks until all messages are delivered."""
@@ -88,14 +90,16 @@ class MessageSender:
 class MessageReceiver:
     """The receiving end of a channel from another rank. Messages arrive in the order in which they were sent."""
 
-    def __init__(self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic) -> None:
-        self._messages, self._peer, self._device = messages, peer, device
+    def __init__(
+        self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic, what: str
+    ) -> None:
+        self._messages, self._peer, self._device, self._what = messages, peer, device, what
         self._queue = CommQueue(name, device, traffic)
         self._expected: deque[Handle[Any]] = deque()
 
     def expect(self) -> None:
         """Starts receiving the next message in the background."""
-        self._expected.append(self._queue.submit("recv", self._start))
+        self._expected.append(self._queue.submit("recv", self._start, what=self._what))
         self._queue.start_finishing()  # its tensors must arrive before the thread waits for the next header
 
     def receive(self) -> Any:

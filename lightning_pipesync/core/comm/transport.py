@@ -121,7 +121,7 @@ class Transport(Collectives):
         return self._handle("recv", lambda: self._messages.wait_received(work, src))
 
     def channel_to(
-        self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1
+        self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1, what: str = ""
     ) -> MessageSender:
         """Returns the sending end of a channel to rank ``dst``, which calls :meth:`channel_from` with the same series.
 
@@ -129,13 +129,14 @@ class Transport(Collectives):
             series: the number of the channel, unique among the open channels between the two ranks.
             wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
             window: the most messages in flight.
+            what: what is sent, for profilers.
         """
-        return MessageSender(self._series(series), dst, self.traffic, wire_dtype, window)
+        return MessageSender(self._series(series), dst, self.traffic, wire_dtype, window, what)
 
-    def channel_from(self, src: int, series: int) -> MessageReceiver:
+    def channel_from(self, src: int, series: int, *, what: str = "") -> MessageReceiver:
         """Returns the receiving end of a channel from rank ``src``."""
         messages = self._series(series, ahead=True)
-        return MessageReceiver(messages, src, self.device, f"pipesync-channel-{series}", self.traffic)
+        return MessageReceiver(messages, src, self.device, f"pipesync-channel-{series}", self.traffic, what)
 
     def mail(self) -> Mail:
         """Returns mail among all ranks; a collective call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -41,10 +42,11 @@ def make_channels(transport: Transport | None, num_stages: int, config: EAPipeCo
     stage = rank_of(transport.rank, num_stages)
     before, after = rank_of(stage - 1, num_stages), rank_of(stage + 1, num_stages)
     is_first, is_last = stage == 0, stage == num_stages - 1
+    to = partial(transport.channel_to, wire_dtype=wire_dtype, window=window)
     channels = Channels(
-        None if is_first else transport.channel_from(before, _ACTIVATIONS),
-        None if is_last else transport.channel_to(after, _ACTIVATIONS, wire_dtype=wire_dtype, window=window),
-        None if is_last else transport.channel_from(after, _GRADIENTS),
-        None if is_first else transport.channel_to(before, _GRADIENTS, wire_dtype=wire_dtype, window=window),
+        None if is_first else transport.channel_from(before, _ACTIVATIONS, what="activations"),
+        None if is_last else to(after, _ACTIVATIONS, what="activations"),
+        None if is_last else transport.channel_from(after, _GRADIENTS, what="gradients"),
+        None if is_first else to(before, _GRADIENTS, what="gradients"),
     )
     return [(stage, channels)]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from typing_extensions import override
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.layers import LayerInput
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 from lightning_pipesync.methods.ea_pipe.channels import rank_of
 from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, ModelStage
@@ -110,7 +112,8 @@ class MicroBatchedStage(ModelStage):
         if self._channels.activations_out is not None:
             self._channels.activations_out.send(output)
         index, count = self._schedule.stage, self._schedule.num_stages
-        stage = PipelineStage(_Tupled(self._layers), index, count, self._device, example, output, group=self._group)
+        layers = _Tupled(self._layers)
+        stage = _ProfiledStage(layers, index, count, self._device, example, output, group=self._group)
         stage.stage_index_to_group_rank = {other: rank_of(other, count) for other in range(count)}
         # Losses are already divided by the number of micro-batches.
         kind = _SCHEDULES[self._config.algorithm]
@@ -119,6 +122,20 @@ class MicroBatchedStage(ModelStage):
     def _loss_of_part(self, output: Any, number: Tensor) -> Tensor:
         with self._drawing(None):
             return self._loss(output, partial(_part_of, index=int(number), count=self._parts)) / self._parts
+
+
+class _ProfiledStage(PipelineStage):
+    """Names the passes of micro-batches in profiles."""
+
+    @override
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with profiled("forward of micro-batch", fwd_chunk_id + 1, "in stage", self.stage_index + 1):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    @override
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with profiled("backward of micro-batch", bwd_chunk_id + 1, "in stage", self.stage_index + 1):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class _Tupled(nn.Module):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.parameters import check_optimizer
+from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
 from lightning_pipesync.methods.ea_pipe.channels import Channels
@@ -123,14 +125,15 @@ class ModelStage:
                 value = source()
         else:
             value = stage_input.tree
-        with self._drawing(self._schedule.stage), self.weights.computing():
-            output = self._layers(value)
-        if self._num_passes == 0:
-            self._check_buffers()
-        if is_last:
-            with self._drawing(None):
-                output = loss(output, lambda batch: batch)
-        else:
+        with self._profiled("forward", self.step):
+            with self._drawing(self._schedule.stage), self.weights.computing():
+                output = self._layers(value)
+            if self._num_passes == 0:
+                self._check_buffers()
+            if is_last:
+                with self._drawing(None):
+                    output = loss(output, lambda batch: batch)
+        if not is_last:
             assert self._channels.activations_out is not None
             assert self._channels.gradients_in is not None
             self._channels.activations_out.send((output, norms, digest))
@@ -251,7 +254,8 @@ class ModelStage:
         is_last = self._channels.gradients_in is None
         received = zip(made.outputs, gradients, strict=True)
         if pairs := [(output, gradient) for output, gradient in received if is_last or gradient is not None]:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            with self._profiled("backward", made.step):
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         if made.is_last and self._config.clip_norm is not None:
             squared_norm = self._squared_norm(squared_norm)
         if self._channels.gradients_out is not None:
@@ -287,7 +291,7 @@ class ModelStage:
             assert self._config.clip_norm is not None
             nn.utils.clip_grads_with_norm_(self._parameters, self._config.clip_norm, norm)
         later = [waiting.hyperparameters for waiting in self._waiting] + [made.hyperparameters for made in self._passes]
-        with in_use(self._optimizer, oldest.hyperparameters, later):
+        with profiled("update"), in_use(self._optimizer, oldest.hyperparameters, later):
             self.weights.update(oldest.step, oldest.optimizer_step)
         self._set_gradients(None)
 
@@ -308,6 +312,10 @@ class ModelStage:
     def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
         for i, parameter in enumerate(self._parameters):
             parameter.grad = None if gradients is None else gradients[i]
+
+    def _profiled(self, direction: str, step: int) -> AbstractContextManager[object]:
+        """Returns the range of a pass in profiles; its numbers are from 1, as in descriptions of the pipeline."""
+        return profiled(direction, "of mini-batch", step + 1, "in stage", self._schedule.stage + 1)
 
     def _drawing(self, place: int | None) -> Any:
         return seeded(self._config.seed, self._num_passes, place, self._device)
