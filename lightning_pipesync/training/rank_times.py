@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median_low
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from lightning_pipesync.core.extras import check_extra
-from lightning_pipesync.methods.method import Method
 
 #: A rank that computes for so many times as long as the median is slow.
 SLOW = 1.25
@@ -46,8 +45,14 @@ class RankTimes:
         self.mib_sent = None if mib_sent is None else (self.mib_sent or 0.0) + mib_sent
 
 
+class HasMetrics(Protocol):
+    """A method, or an Accelerator with methods."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+
 @contextmanager
-def step_report(sync: Method) -> Iterator[None]:
+def step_report(sync: HasMetrics) -> Iterator[None]:
     """Context manager around a training loop, at whose end rank 0 prints what each rank has spent its time on::
 
         with step_report(sync):
@@ -59,7 +64,8 @@ def step_report(sync: Method) -> Iterator[None]:
     loop raises.
 
     Args:
-        sync: the attached method, such as ``DeAR(model, optimizer)``.
+        sync: the attached method, such as ``DeAR(model, optimizer)``; or a :class:`PipeSyncAccelerator`, whose methods
+            count together.
 
     Raises:
         ModuleNotFoundError: rich, which prints the table, is not installed.
@@ -68,8 +74,14 @@ def step_report(sync: Method) -> Iterator[None]:
     began, before = perf_counter(), sync.metrics()
     yield
     after, seconds = sync.metrics(), perf_counter() - began
-    waited, mib_sent = (after[name] - before[name] for name in ("exposed_seconds", "mib_sent"))
+    waited, mib_sent = (_increase(before, after, name) for name in ("exposed_seconds", "mib_sent"))
     report(RankTimes(seconds, waited, mib_sent))
+
+
+def _increase(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
+    """Returns by how much a metric, of all methods, is larger; None: there is none."""
+    counted = [key for key in after if key.rpartition("/")[2] == name]
+    return sum(after[key] - before.get(key, 0.0) for key in counted) if counted else None
 
 
 def report(own: RankTimes) -> None:
