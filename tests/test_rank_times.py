@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_pipesync import DeAR, StepReport, step_report
+from lightning_pipesync import DeAR, PipeSyncAccelerator, PipeSyncPlugin, StepReport, step_report
 from lightning_pipesync.training.rank_times import RankTimes, as_table
 from tests.case_table import launch_cases
 from tests.lightning_models import Classifier, train_loader, trainer
@@ -65,6 +65,22 @@ def printed_of_loop(fails: bool) -> str:
     return output.getvalue()
 
 
+def printed_of_accelerator(plugin: PipeSyncPlugin | None) -> str:
+    """What a loop with Accelerate prints."""
+    output, accelerator = io.StringIO(), PipeSyncAccelerator(plugin)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with redirect_stdout(output), step_report(accelerator):
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(6):
+            time.sleep(LATE * dist.get_rank())
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.randn(3, 4)).sum())
+            optimizer.step()
+    accelerator.free_memory()
+    return output.getvalue()
+
+
 class Late(Classifier):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         time.sleep(LATE * self.global_rank)
@@ -89,16 +105,30 @@ def test_a_plain_loop_prints_it_on_rank_0() -> None:
     assert outcomes[True] == ["", ""], "an error is not held up by a table"
 
 
+def rows_of(printed: str) -> list[list[str]]:
+    return [line.replace("│", "").split() for line in printed.splitlines() if line.startswith("│")]
+
+
+def test_a_loop_with_accelerate_prints_it_on_rank_0() -> None:
+    plugins = {"dear": PipeSyncPlugin("dear"), "none": None}
+    outcomes = launch_cases({name: partial(printed_of_accelerator, plugin) for name, plugin in plugins.items()}, 2)
+    [prompt, late], [of_plain, _] = (rows_of(outcomes[name][0]) for name in plugins)
+    assert late[-1] == "slow"
+    assert float(prompt[4]) > float(late[4]), "the prompt rank waits for longer"
+    assert of_plain[4:] == ["-", "-", "-"]
+    assert outcomes["dear"][1] == ""
+
+
 def test_a_trainer_prints_it_on_rank_0(tmp_path: Path) -> None:
     strategies = ("dear", "ddp")
     cases = {strategy: partial(printed_of_trainer, tmp_path / strategy, strategy) for strategy in strategies}
     outcomes = launch_cases(cases, 2, init=False)
     for strategy in strategies:
         first, second = outcomes[strategy]
-        rows = [line.split() for line in first.splitlines() if line.startswith("│")]
-        assert [row[1] for row in rows] == ["0", "1"]
+        prompt, late = rows_of(first)
+        assert (prompt[0], late[0], late[-1]) == ("0", "1", "slow")
+        assert float(prompt[4]) > float(late[4]), "the prompt rank waits for longer"
         assert "Seconds of each rank" not in second
-    assert " slow " in outcomes["dear"][0].splitlines()[-2]
 
 
 def test_without_rich_a_report_is_refused_before_the_training() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.amp.grad_scaler import OptState
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader
@@ -37,6 +38,7 @@ require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 require(profiler, "_is_profiler_enabled")
 require(torch.profiler, "_ExperimentalConfig")
 require(multiprocessing, "_set_thread_name")
+require(DistributedDataParallel, "_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data")
 
 
 #: Decorates a function that is not compiled, as ``torch.compiler.disable``, which takes half a second to import.
@@ -227,3 +229,15 @@ def address_of(store: dist.Store) -> str | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else None
+
+
+def time_each_step(ddp: DistributedDataParallel) -> None:
+    """Makes DDP time each step, and not every 100th, for :func:`ddp_seconds_waited`."""
+    ddp._set_ddp_runtime_logging_sample_rate(1)
+
+
+def ddp_seconds_waited(ddp: DistributedDataParallel) -> float:
+    """Returns the seconds by which all-reduces have outlasted their backward passes, without those of the last step."""
+    data: Any = ddp._get_ddp_logging_data()
+    exposed = data.get("avg_backward_comm_time", 0) - data.get("avg_backward_compute_comm_overlap_time", 0)
+    return 1e-9 * exposed * data["iteration"]

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.private_names import ChecksOverrides
+from lightning_pipesync.core.torch_private import ddp_seconds_waited, time_each_step
 from lightning_pipesync.training.rank_times import RankTimes, check_rich, report
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ DRIFT = 1.25
 
 #: A loss that varies by less than this share of itself is flat.
 FLAT = 1e-6
+
+#: Seconds waited and MiB sent where nobody counts them.
+NOTHING: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass
@@ -54,9 +59,9 @@ class _Window:
 class StepReportMixin(ChecksOverrides, _Base):
     """Logs what a batch takes and which share of it waits for the network, and warns of what has become slower.
 
-    It logs ``step_report/seconds`` and, with a method of this package, ``step_report/waited``, the share from 0 to 1,
-    of each ``every_n_batches`` batches; what a batch takes is without its loading. Warnings come from the rank that
-    they are about: it computes for longer than at the start, its loss is flat, its gradient is 0; on rank 0 that a
+    It logs ``step_report/seconds`` and, with a method of this package or DDP, ``step_report/waited``, the share from 0
+    to 1, of each ``every_n_batches`` batches; what a batch takes is without its loading. Warnings come from the rank
+    that they are about: it computes for longer than at the start, its loss is flat, its gradient is 0; on rank 0 that a
     batch takes longer than was planned. Ranks tell each other nothing, so that nobody waits, before the end of the
     training: then, with ``table``, rank 0 prints what each rank has spent its time on, and who is slow.
 
@@ -78,13 +83,18 @@ class StepReportMixin(ChecksOverrides, _Base):
         self._every, self._predictions = every_n_batches, [] if plan is None else _read_predictions(Path(plan))
         self._num_batches = 0
         self._window, self._first = _Window(), _Window()
-        self._began, self._before = 0.0, (0.0, 0.0)  # of a batch: when, and what was counted by then
+        self._began, self._before = 0.0, NOTHING  # of a batch: when, and what was counted by then
         self._times = RankTimes() if table else None
         self._warned: set[str] = set()
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            time_each_step(trainer.strategy.model)
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._began, self._before = perf_counter(), _counted(trainer) or (0.0, 0.0)
+        self._began, self._before = perf_counter(), _counted(trainer)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -107,11 +117,11 @@ class StepReportMixin(ChecksOverrides, _Base):
             return
         window = self._window
         seconds, counted = perf_counter() - self._began, _counted(trainer)
-        waited, mib_sent = (now - before for now, before in zip(counted or (0.0, 0.0), self._before, strict=True))
+        waited, mib_sent = map(_difference, counted, self._before)
         window.seconds.append(seconds)
-        window.waited.append(waited)
+        window.waited.append(waited or 0.0)
         if self._times is not None:
-            self._times.add(seconds, *((None, None) if counted is None else (waited, mib_sent)))
+            self._times.add(seconds, waited, mib_sent)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             window.losses.append(loss.detach())
@@ -128,7 +138,7 @@ class StepReportMixin(ChecksOverrides, _Base):
     def _report(self, trainer: Trainer, window: _Window) -> None:
         seconds = fmean(window.seconds)
         metrics = {"step_report/seconds": seconds}
-        if _counted(trainer) is not None:
+        if _counted(trainer) != NOTHING:
             metrics["step_report/waited"] = fmean(window.waited) / seconds
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -165,13 +175,19 @@ class StepReportMixin(ChecksOverrides, _Base):
             warnings.warn(f"{socket.gethostname()}: {text}", stacklevel=2)
 
 
-def _counted(trainer: Trainer) -> tuple[float, float] | None:
+def _counted(trainer: Trainer) -> tuple[float | None, float | None]:
     """Returns the seconds that this rank has waited for others, and the MiB that it has sent; None: nobody counts."""
     method = getattr(trainer.strategy, "method", None)
     transport = getattr(method, "transport", None)
-    if transport is None:
-        return None
-    return transport.traffic.total_seconds_waited, transport.traffic.total_bytes_sent / MIB
+    if transport is not None:
+        return transport.traffic.total_seconds_waited, transport.traffic.total_bytes_sent / MIB
+    if isinstance(trainer.strategy.model, DistributedDataParallel):  # it does not count bytes
+        return ddp_seconds_waited(trainer.strategy.model), None
+    return NOTHING
+
+
+def _difference(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else now - before
 
 
 def _read_predictions(path: Path) -> list[dict[str, Any]]:
