@@ -15,7 +15,7 @@ from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 from tests.reference_selsync import mean, simulate
 
 RANKS, STEPS = 4, 16
-BASE: dict[str, Any] = {"delta": 0.2, "smoothing": 0.3, "bucket_mb": 1e-4}
+BASE: dict[str, Any] = {"delta": 0.2, "smoothing": 0.3}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"outer_lr": 0.7, "outer_momentum": 0.5}),
     ("adamw", {"outer_lr": 1.0, "outer_momentum": 0.3}),
@@ -47,7 +47,7 @@ def test_a_state_of_an_earlier_version_is_refused() -> None:
 
 def train(optimizer_name: str, settings: dict[str, Any], interrupted: bool = True) -> dict[str, Any]:
     """Trains STEPS steps; if interrupted, it goes on in the middle with a new model, optimizer and method."""
-    run = Run(SelSync, optimizer_name, seeded_mlp(batch_norm=True), **{**BASE, **settings})
+    run = Run(SelSync, optimizer_name, seeded_mlp(batch_norm=True), bucket_mb=1e-4, **BASE, **settings)
     synchronized, after, averages = [], [], []
     for i in range(STEPS):
         if interrupted and i == STEPS // 2:
@@ -66,16 +66,8 @@ def train(optimizer_name: str, settings: dict[str, Any], interrupted: bool = Tru
 def test_follows_diloco_at_the_steps_that_selsync_chooses(optimizer: str, outer: dict[str, Any]) -> None:
     """Bit for bit, resumed in the middle. The consolidated weights are the average, which then are the outer ones."""
     outcomes = on_ranks(train, RANKS, optimizer, outer)
-    replicas, synchronized, _ = simulate(
-        seeded_mlp(batch_norm=True),
-        OPTIMIZERS[optimizer],
-        loss,
-        world_size=RANKS,
-        num_steps=STEPS,
-        delta=BASE["delta"],
-        smoothing=BASE["smoothing"],
-        **outer,
-    )
+    given = {"world_size": RANKS, "num_steps": STEPS, **BASE, **outer}
+    replicas, synchronized, _ = simulate(seeded_mlp(batch_norm=True), OPTIMIZERS[optimizer], loss, **given)
     assert 3 < sum(synchronized) < STEPS - 3, "the test must see both kinds of step"
     for rank, outcome in enumerate(outcomes):
         assert outcome["synchronized"] == synchronized
