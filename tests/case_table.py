@@ -20,17 +20,18 @@ class Failure:
 
 
 class Outcomes:
-    """What each case has returned."""
+    """What each case has returned, or why the ranks have not."""
 
-    def __init__(self, of_ranks: list[dict[Hashable, Any]]) -> None:
+    def __init__(self, of_ranks: list[dict[Hashable, Any]] | str) -> None:
         self._of_ranks = of_ranks
 
     def __getitem__(self, case: Hashable) -> list[Any]:
         """Returns what each rank has returned.
 
         Raises:
-            AssertionError: the case raised on a rank.
+            AssertionError: the case raised on a rank, or a rank died or hung.
         """
+        assert not isinstance(self._of_ranks, str), self._of_ranks
         outcomes = [of_rank[case] for of_rank in self._of_ranks]
         failures = [
             f"--- {case!r} raised on rank {rank}:\n{outcome.traceback}"
@@ -41,9 +42,18 @@ class Outcomes:
         return outcomes
 
 
-def launch_cases(cases: Mapping[Any, Callable[[], Any]], world_size: int, *, init: bool = True) -> Outcomes:
+def launch_cases(
+    cases: Mapping[Any, Callable[[], Any]],
+    world_size: int,
+    *,
+    init: bool = True,
+    launch: Callable[..., list[Any]] = launch,
+) -> Outcomes:
     """Calls the function of each case on ``world_size`` ranks, one case after the other."""
-    return Outcomes(launch(_run_cases, world_size, dict(cases), init=init, timeout_s=60 + 20 * len(cases)))
+    try:
+        return Outcomes(launch(_run_cases, world_size, dict(cases), init=init, timeout_s=60 + 20 * len(cases)))
+    except AssertionError as error:
+        return Outcomes(str(error))
 
 
 def _run_cases(cases: dict[Hashable, Callable[[], Any]]) -> dict[Hashable, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from tests.conformance.launches import HUNG_S
+from tests.case_table import launch_cases
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.training import Checkpoint, Options
-from tests.harness import launch, raised
+from tests.harness import assert_raised, raised
 
 AT = 3
 #: By framework, each method, and whether the file of rank 1 is cut off, not changed.
@@ -44,33 +45,26 @@ def damage_rank_1(framework: str, path: Path, cut: bool) -> None:
     torch.save(saved, file)
 
 
-def resume_damaged(framework: str, folder: Path) -> list[tuple[str, str] | None]:
-    """Returns what resuming from each damaged checkpoint raises."""
-    found = []
-    for index, (name, cut) in enumerate(CASES[framework]):
-        method, path = METHODS[name], folder / str(index)
-        train(framework, method, method.typical[0], Options("adamw"), save=Checkpoint(path, AT))
-        saved = Checkpoint(Path(f"{path}-{AT}"), AT)
-        dist.barrier()
-        if os.environ["RANK"] == "0":
-            damage_rank_1(framework, saved.path, cut)
-        dist.barrier()
-        found.append(
-            raised(
-                lambda method=method, saved=saved: train(
-                    framework, method, method.typical[0], Options("adamw"), resume=saved
-                )
-            )
-        )
-    return found
+def resume_damaged(framework: str, name: str, cut: bool, path: Path) -> tuple[str, str] | None:
+    method = METHODS[name]
+    run = partial(train, framework, method, method.typical[0], Options("adamw"))
+    saved = Checkpoint(path, AT)
+    run(save=saved)
+    dist.barrier()
+    if os.environ["RANK"] == "0":
+        damage_rank_1(framework, saved.first.path, cut)
+    dist.barrier()
+    return raised(lambda: run(resume=saved.first))
 
 
 @pytest.mark.parametrize("framework", CASES)
 def test_a_damaged_part_is_refused_on_all_ranks(framework: str, tmp_path: Path) -> None:
-    for found in launch(resume_damaged, 2, framework, tmp_path, init=False, timeout_s=HUNG_S):
-        for case, outcome in zip(CASES[framework], found, strict=True):
-            assert outcome is not None, case
-            assert outcome[0] == "ValueError", outcome
-            assert "state of rank 1" in outcome[1]
-            assert "damaged" in outcome[1]
-            assert ("pipesync_1.bin" if framework == "accelerate" else "'pipesync'") in outcome[1]
+    cases = {
+        (name, cut): partial(resume_damaged, framework, name, cut, tmp_path / f"{name} {cut}")
+        for name, cut in CASES[framework]
+    }
+    outcomes = launch_cases(cases, 2, init=False)
+    file = "pipesync_1.bin" if framework == "accelerate" else "'pipesync'"
+    for case in cases:
+        for outcome in outcomes[case]:
+            assert_raised(outcome, "ValueError", "state of rank 1", "damaged", file)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import cache, partial
 
 import pytest
 
 from lightning_pipesync.training import registry
+from tests.case_table import Outcomes, launch_cases
 from tests.conformance.cases import PAIRS
-from tests.conformance.launches import outcomes_of
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.training import Options
@@ -25,20 +26,15 @@ WORDS = {
     "LBFGS": ("LBFGS",),
 }
 
-#: Those that each rank of a pipeline may choose for its own stage, where it makes the optimizer of that alone.
 OF_OPTIMIZERS = ("different optimizers", "different learning rates")
 
 Outcome = tuple[str, str] | None
 
 
-def makes_optimizers_of_stages(framework: str, name: str) -> bool:
-    return METHODS[name].pipeline and framework != "lightning"
-
-
-def refuse_all(framework: str, name: str) -> dict[str, Outcome]:
+def refused(framework: str, name: str, kind: str) -> Outcome:
     method, rank = METHODS[name], int(os.environ["RANK"])
     settings = method.typical[0]
-    wrong = {
+    given, options = {
         "wrong setting": ({**settings, method.wrong[0]: method.wrong[1]}, Options()),
         "unknown setting": ({**settings, "no_such_setting": 1}, Options()),
         "different settings": ({**settings, "timeout_s": 70.0 + rank}, Options()),
@@ -46,33 +42,31 @@ def refuse_all(framework: str, name: str) -> dict[str, Outcome]:
         "different optimizers": (settings, Options("adamw" if rank else "sgd")),
         "different learning rates": (settings, Options(lr_factor=1.0 + rank)),
         "LBFGS": (settings, Options("lbfgs")),
-    }
-    if makes_optimizers_of_stages(framework, name):
-        wrong = {kind: one for kind, one in wrong.items() if kind not in OF_OPTIMIZERS}
-    return {
-        kind: raised(lambda given=given, options=options: train(framework, method, given, options))
-        for kind, (given, options) in wrong.items()
-    }
+    }[kind]
+    return raised(lambda: train(framework, method, given, options))
+
+
+def kinds_of(framework: str, name: str) -> list[str]:
+    """Returns what can be wrong: each rank of a pipeline may choose an optimizer where it makes that of its stage."""
+    alone = METHODS[name].pipeline and framework != "lightning"
+    return [kind for kind in WORDS if not (alone and kind in OF_OPTIMIZERS)]
+
+
+@cache
+def all_refused(framework: str, name: str) -> Outcomes:
+    cases = {kind: partial(refused, framework, name, kind) for kind in kinds_of(framework, name)}
+    return launch_cases(cases, 2, init=framework == "plain")
 
 
 def test_every_registered_method_is_in_the_table() -> None:
     assert set(registry.METHODS) == set(METHODS)
 
 
-@pytest.mark.parametrize(
-    ("framework", "name", "kind"),
-    [
-        (*pair, kind)
-        for pair in PAIRS
-        for kind in WORDS
-        if not (makes_optimizers_of_stages(*pair) and kind in OF_OPTIMIZERS)
-    ],
-)
+@pytest.mark.parametrize(("framework", "name", "kind"), [(*pair, kind) for pair in PAIRS for kind in kinds_of(*pair)])
 def test_is_refused_by_name(framework: str, name: str, kind: str) -> None:
     setting, value = METHODS[name].wrong
     words = WORDS[kind] or (setting, repr(value))
-    for of_rank in outcomes_of(refuse_all, framework, name):
-        outcome = of_rank[kind]
+    for outcome in all_refused(framework, name)[kind]:
         assert outcome is not None
         # A setting that a constructor does not have is Python's own error where it has them as arguments.
         assert outcome[0] == "ValueError" or (outcome[0], kind) == ("TypeError", "unknown setting"), outcome

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.case_table import Outcomes, launch_cases
 from tests.conformance.cases import CASES, PAIRS, cases_of
-from tests.conformance.launches import Outcomes, attempt, outcomes_of, result_of
 from tests.conformance.methods import METHODS, Method
 from tests.conformance.runners import saved_weights, train, train_plainly
 from tests.conformance.training import BATCHES, EPOCHS, Checkpoint, Options, Result, flat, network
@@ -32,37 +32,48 @@ def exact_settings(framework: str, method: Method) -> dict[str, Any]:
     return {**method.exact, **(method.exact_in_trainer if framework == "lightning" else {})}
 
 
-def train_by_ddp(framework: str, directory: Path) -> dict[str, Any]:
-    outcomes = {case: attempt(train, framework, None, {}, CASES[case]) for case in cases_of(framework, None)}
-    saved = Checkpoint(directory / "ddp", BATCHES)
-    return {**outcomes, "saved": attempt(train, framework, None, {}, EXCHANGED, save=saved)}
+@cache
+def by_ddp(framework: str) -> Outcomes:
+    directory = Path(folder().name) / framework
+    directory.mkdir(exist_ok=True)
+    cases: dict[Any, Any] = {
+        case: partial(train, framework, None, {}, CASES[case]) for case in cases_of(framework, None)
+    }
+    cases["saved"] = partial(train, framework, None, {}, EXCHANGED, save=Checkpoint(directory / "ddp", BATCHES))
+    return launch_cases(cases, 2, init=framework == "plain")
 
 
-def train_by_method(framework: str, name: str, directory: Path) -> dict[Any, Any]:
+@cache
+def by_method(framework: str, name: str) -> Outcomes:
     """Trains all cases in exact and in typical settings: on the framework, and on the same batches in a plain loop."""
-    method, outcomes = METHODS[name], {}
+    by_ddp(framework)  # a checkpoint of which is loaded
+    directory, method, cases = Path(folder().name) / framework, METHODS[name], {}
     exact = exact_settings(framework, method)
-    trainings = [("exact", case) for case in cases_of(framework, method)] + typical_of(framework, method)
-    for kind, case in trainings:
-        settings, options = exact if kind == "exact" else method.typical[kind], CASES[case]
-        outcomes[kind, case] = result = attempt(train, framework, method, settings, options)
-        if isinstance(result, Result) and replays(framework, method, kind, options):
-            outcomes[kind, "plain", case] = attempt(train_plainly, method, settings, options, result.seen)
+    for kind, case in [("exact", case) for case in cases_of(framework, method)] + typical_of(framework, method):
+        settings = exact if kind == "exact" else method.typical[kind]
+        also_plainly = replays(framework, method, kind, CASES[case])
+        cases[kind, case] = partial(train_twice, framework, method, settings, CASES[case], also_plainly)
     for index, settings in enumerate(method.typical):
-        run = partial(attempt, train, framework, method, settings, RESUMED)
-        path = directory / f"{name} {index}"
-        again = Checkpoint(directory / f"{name} {index}, again", SAVED_EVERY)
+        run = partial(train, framework, method, settings, RESUMED)
+        saved, again = (Checkpoint(directory / f"{name} {index}{which}", SAVED_EVERY) for which in ("", ", again"))
         if saving_is_compared(method, index):
-            outcomes["never saved", index] = run()
-        outcomes["whole", index] = run(save=Checkpoint(path, SAVED_EVERY))
-        outcomes["resumed", index] = run(save=again, resume=Checkpoint(Path(f"{path}-{SAVED_EVERY}"), SAVED_EVERY))
+            cases["never saved", index] = run
+        cases["whole", index] = partial(run, save=saved)
+        cases["resumed", index] = partial(run, save=again, resume=saved.first)
     if exchanges(framework, method):
-        path = directory / f"{name} for ddp"
-        run = partial(attempt, train, framework)
-        outcomes["saved"] = run(method, exact, EXCHANGED, save=Checkpoint(path, BATCHES))
-        outcomes["to ddp"] = run(None, {}, EXCHANGED, resume=Checkpoint(Path(f"{path}-{BATCHES}"), BATCHES))
-        outcomes["from ddp"] = run(method, exact, EXCHANGED, resume=Checkpoint(directory / f"ddp-{BATCHES}", BATCHES))
-    return outcomes
+        for_ddp, of_ddp = (Checkpoint(directory / which, BATCHES) for which in (f"{name} for ddp", "ddp"))
+        cases["saved"] = partial(train, framework, method, exact, EXCHANGED, save=for_ddp)
+        cases["to ddp"] = partial(train, framework, None, {}, EXCHANGED, resume=for_ddp.first)
+        cases["from ddp"] = partial(train, framework, method, exact, EXCHANGED, resume=of_ddp.first)
+    return launch_cases(cases, 2, init=framework == "plain")
+
+
+def train_twice(
+    framework: str, method: Method, settings: dict[str, Any], options: Options, also_plainly: bool
+) -> tuple[Result, Result | None]:
+    """Returns what comes of the training, and of the same batches in a plain loop."""
+    result = train(framework, method, settings, options)
+    return result, train_plainly(method, settings, options, result.seen) if also_plainly else None
 
 
 def typical_of(framework: str, method: Method) -> list[tuple[int, str]]:
@@ -88,17 +99,6 @@ def exchanges(framework: str, method: Method) -> bool:
     return framework == "lightning" or not method.pipeline
 
 
-def by_ddp(framework: str) -> Outcomes:
-    directory = Path(folder().name) / framework
-    directory.mkdir(exist_ok=True)
-    return outcomes_of(train_by_ddp, framework, directory)
-
-
-def by_method(framework: str, name: str) -> Outcomes:
-    by_ddp(framework)  # it loads a checkpoint
-    return outcomes_of(train_by_method, framework, name, Path(folder().name) / framework)
-
-
 def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
     assert torch.equal(one, other), f"off by {(one - other).abs().max()}"
 
@@ -109,9 +109,10 @@ def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
 def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
     """Bit for bit, and so is the loss scale; a pipeline is the one whose stages are all in one process."""
     method = METHODS[name]
-    for of_rank, of_ddp in zip(by_method(framework, name), by_ddp(framework), strict=True):
-        actual = result_of(of_rank, ("exact", case))
-        expected = result_of(of_rank, ("exact", "plain", case)) if method.pipeline else result_of(of_ddp, case)
+    trained = by_method(framework, name)["exact", case]
+    of_ddp = [None] * 2 if method.pipeline else by_ddp(framework)[case]
+    for (actual, in_one_process), by_framework in zip(trained, of_ddp, strict=True):
+        expected = by_framework or in_one_process
         assert actual.seen == expected.seen
         assert actual.scale == expected.scale
         if method.sharded_norm and CASES[case].clip_norm:
@@ -129,14 +130,12 @@ def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
 )
 def test_typical_settings_are_those_of_a_plain_loop(framework: str, name: str, index: int, case: str) -> None:
     """Bit for bit, before they are consolidated, too; then the ranks agree, and the weights have moved."""
-    outcomes = by_method(framework, name)
-    for of_rank in outcomes:
-        actual = result_of(of_rank, (index, case))
+    trained = by_method(framework, name)[index, case]
+    for actual, expected in trained:
         assert actual.weights.isfinite().all()
         assert not torch.equal(actual.weights, flat(network(CASES[case])))
-        assert_equal(actual.weights, outcomes[0][index, case].weights)
+        assert_equal(actual.weights, trained[0][0].weights)
         if replays(framework, METHODS[name], index, CASES[case]):
-            expected = result_of(of_rank, (index, "plain", case))
             assert_equal(actual.weights, expected.weights)
             if actual.own is not None:
                 assert actual.norms == expected.norms
@@ -149,27 +148,27 @@ def test_typical_settings_are_those_of_a_plain_loop(framework: str, name: str, i
 def test_a_resumed_run_is_the_uninterrupted_one(framework: str, name: str, index: int) -> None:
     """Bit for bit, from within an epoch, in new objects. Saving changes nothing, except that it empties a pipeline."""
     outcomes = by_method(framework, name)
-    for of_rank in outcomes:
-        whole, resumed = result_of(of_rank, ("whole", index)), result_of(of_rank, ("resumed", index))
+    wholes = outcomes["whole", index]
+    for whole, resumed in zip(wholes, outcomes["resumed", index], strict=True):
         assert len(whole.seen) == EPOCHS * BATCHES
         assert resumed.seen == whole.seen[SAVED_EVERY:]
         assert_equal(resumed.weights, whole.weights)
-        assert_equal(whole.weights, outcomes[0]["whole", index].weights)
-        if saving_is_compared(METHODS[name], index):
-            assert_equal(result_of(of_rank, ("never saved", index)).weights, whole.weights)
+        assert_equal(whole.weights, wholes[0].weights)
+    if saving_is_compared(METHODS[name], index):
+        for whole, never_saved in zip(wholes, outcomes["never saved", index], strict=True):
+            assert_equal(never_saved.weights, whole.weights)
 
 
 @pytest.mark.parametrize(("framework", "name"), [pair for pair in PAIRS if exchanges(pair[0], METHODS[pair[1]])])
 def test_checkpoints_interchange_with_ddp(framework: str, name: str) -> None:
     """They can be read with ``weights_only=True``; from where one was saved, the other continues, bit for bit."""
     method, directory = METHODS[name], Path(folder().name) / framework
-    outcomes = by_method(framework, name)
-    for of_rank, of_ddp in zip(outcomes, by_ddp(framework), strict=True):
-        for direction, writer, stem in (("to ddp", method, f"{name} for ddp"), ("from ddp", None, "ddp")):
-            result_of(of_rank, "saved")
-            continued = result_of(of_rank, direction)
+    outcomes, of_ddp = by_method(framework, name), by_ddp(framework)["saved"]
+    assert outcomes["saved"]
+    for direction, writer, stem in (("to ddp", method, f"{name} for ddp"), ("from ddp", None, "ddp")):
+        for continued, whole in zip(outcomes[direction], of_ddp, strict=True):
             assert_equal(continued.loaded, saved_weights(framework, writer, directory / f"{stem}-{BATCHES}"))
-            assert_equal(continued.weights, outcomes[0][direction].weights)
+            assert_equal(continued.weights, outcomes[direction][0].weights)
             assert not torch.equal(continued.weights, continued.loaded)
             if not method.pipeline:
-                assert_equal(continued.weights, result_of(of_ddp, "saved").weights)
+                assert_equal(continued.weights, whole.weights)

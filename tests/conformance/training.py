@@ -73,6 +73,11 @@ class Checkpoint:
     path: Path
     at: int
 
+    @property
+    def first(self) -> Checkpoint:
+        """The first one that the training saves."""
+        return Checkpoint(Path(f"{self.path}-{self.at}"), self.at)
+
 
 @dataclass
 class Result:

@@ -38,9 +38,11 @@ def on_device(options: Options, ranks: int) -> Options:
     return replace(options, device=DEVICE.type, ranks=ranks)
 
 
-def launch_on_device(function: Callable[..., Any], world_size: int, *args: Any, init: bool = True) -> list[Any]:
+def launch_on_device(
+    function: Callable[..., Any], world_size: int, *args: Any, init: bool = True, timeout_s: float = 600
+) -> list[Any]:
     """Calls ``function(*args)`` on ``world_size`` ranks, all of which use the one device."""
-    return launch(partial(_use_device, function), world_size, *args, init=init, timeout_s=600, spawn=True)
+    return launch(partial(_use_device, function), world_size, *args, init=init, timeout_s=timeout_s, spawn=True)
 
 
 def _use_device(function: Callable[..., Any], *args: Any) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from torch import nn
 
 from lightning_pipesync import EAPipe
 from lightning_pipesync.core.comm.transport import Transport
+from tests.case_table import Outcomes, launch_cases
 from tests.conformance.cases import CASES, cases_of
-from tests.conformance.launches import Outcomes, attempt, result_of
 from tests.conformance.methods import METHODS
-from tests.conformance.runners import train, train_plainly
-from tests.conformance.test_training import SAVED_EVERY, assert_equal
-from tests.conformance.training import Checkpoint, Options, Result, flat, network
+from tests.conformance.runners import train
+from tests.conformance.test_training import SAVED_EVERY, assert_equal, train_twice
+from tests.conformance.training import Checkpoint, Options, flat, network
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, on_device
 from tests.harness import raised
 from tests.test_transport import DTYPES, SIZES, rank_order_sum, values
@@ -30,39 +29,28 @@ GLOO = {"backend": "gloo"}
 RESUMED = on_device(Options("adamw"), ranks=2)
 
 
-def train_by_ddp() -> dict[Any, Any]:
-    return {
-        case: attempt(train, "plain", None, {}, on_device(CASES[case], ranks=2)) for case in cases_of("plain", None)
-    }
-
-
-def train_by_method(name: str, directory: str) -> dict[Any, Any]:
-    method, outcomes = METHODS[name], {}
-    for case in cases_of("plain", method):
-        options = on_device(CASES[case], ranks=2)
-        for kind, chosen in (("exact", method.exact), ("typical", method.typical[0])):
-            settings = {**chosen, **GLOO}
-            outcomes[kind, case] = result = attempt(train, "plain", method, settings, options)
-            if method.pipeline and isinstance(result, Result):
-                outcomes[kind, "virtual", case] = attempt(train_plainly, method, settings, options, result.seen)
-    for index, chosen in enumerate(method.typical):
-        settings, path = {**chosen, **GLOO}, Path(directory) / f"{name} {index}"
-        save, again = Checkpoint(path, SAVED_EVERY), Checkpoint(Path(f"{path}, again"), SAVED_EVERY)
-        saved = Checkpoint(Path(f"{path}-{SAVED_EVERY}"), SAVED_EVERY)
-        outcomes["whole", index] = attempt(train, "plain", method, settings, RESUMED, save=save)
-        outcomes["resumed", index] = attempt(train, "plain", method, settings, RESUMED, save=again, resume=saved)
-    return outcomes
-
-
 @cache
 def by_ddp() -> Outcomes:
-    return launch_on_device(train_by_ddp, 2)
+    cases = {
+        case: partial(train, "plain", None, {}, on_device(CASES[case], ranks=2)) for case in cases_of("plain", None)
+    }
+    return launch_cases(cases, 2, launch=launch_on_device)
 
 
 @cache
 def by_method(name: str) -> Outcomes:
+    method, cases = METHODS[name], {}
+    for case in cases_of("plain", method):
+        options = on_device(CASES[case], ranks=2)
+        for kind, chosen in (("exact", method.exact), ("typical", method.typical[0])):
+            cases[kind, case] = partial(train_twice, "plain", method, {**chosen, **GLOO}, options, method.pipeline)
     with TemporaryDirectory() as directory:
-        return launch_on_device(train_by_method, 2, name, directory)
+        for index, chosen in enumerate(method.typical):
+            run = partial(train, "plain", method, {**chosen, **GLOO}, RESUMED)
+            saved, again = (Checkpoint(Path(directory) / f"{index}{which}", SAVED_EVERY) for which in ("", ", again"))
+            cases["whole", index] = partial(run, save=saved)
+            cases["resumed", index] = partial(run, save=again, resume=saved.first)
+        return launch_cases(cases, 2, launch=launch_on_device)
 
 
 ALL_CASES = [(name, case) for name, method in METHODS.items() for case in cases_of("plain", method)]
@@ -72,10 +60,9 @@ ALL_CASES = [(name, case) for name, method in METHODS.items() for case in cases_
 def test_exact_settings_are_ddp(name: str, case: str) -> None:
     """Bit for bit, as the sum of two ranks has one order; a pipeline is the one in one process."""
     method = METHODS[name]
-    references = by_method(name) if method.pipeline else by_ddp()
-    for of_rank, of_reference in zip(by_method(name), references, strict=True):
-        actual = result_of(of_rank, ("exact", case))
-        expected = result_of(of_reference, ("exact", "virtual", case) if method.pipeline else case)
+    of_ddp = [None] * 2 if method.pipeline else by_ddp()[case]
+    for (actual, in_one_process), by_framework in zip(by_method(name)["exact", case], of_ddp, strict=True):
+        expected = by_framework or in_one_process
         if method.sharded_norm and CASES[case].clip_norm:
             torch.testing.assert_close(actual.weights, expected.weights)
         else:
@@ -84,20 +71,20 @@ def test_exact_settings_are_ddp(name: str, case: str) -> None:
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
 def test_typical_settings_end_with_the_same_weights(name: str, case: str) -> None:
-    outcomes = by_method(name)
-    for of_rank in outcomes:
-        actual = result_of(of_rank, ("typical", case))
+    trained = by_method(name)["typical", case]
+    for actual, _ in trained:
         assert actual.weights.isfinite().all()
         assert not torch.equal(actual.weights, flat(network(CASES[case])))
-        assert_equal(actual.weights, result_of(outcomes[0], ("typical", case)).weights)
+        assert_equal(actual.weights, trained[0][0].weights)
 
 
 @pytest.mark.parametrize(
     ("name", "index"), [(name, index) for name, method in METHODS.items() for index in range(len(method.typical))]
 )
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, index: int) -> None:
-    for of_rank in by_method(name):
-        assert_equal(result_of(of_rank, ("resumed", index)).weights, result_of(of_rank, ("whole", index)).weights)
+    outcomes = by_method(name)
+    for resumed, whole in zip(outcomes["resumed", index], outcomes["whole", index], strict=True):
+        assert_equal(resumed.weights, whole.weights)
 
 
 def all_reduce_and_halves() -> dict[str, bool]:

@@ -5,7 +5,7 @@ The transport sends nothing to itself; hooks, streams and updates are those of m
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.case_table import Outcomes, launch_cases
 from tests.conformance.cases import CASES, PAIRS, cases_of
-from tests.conformance.launches import Outcomes, attempt, result_of
 from tests.conformance.loops import run_loop
 from tests.conformance.methods import FRAMEWORKS, METHODS, Method
 from tests.conformance.pipelines import VirtualPipelineLoop
@@ -45,32 +45,36 @@ def batches_of(seen: list[list[int]]) -> list[list[int]]:
     return [batch for index, batch in enumerate(seen) if index == 0 or batch != seen[index - 1]]
 
 
-def train_all(framework: str, directory: str) -> dict[Any, Any]:
-    """Trains by DistributedDataParallel and by every method that the framework has."""
-    outcomes: dict[Any, Any] = {}
-    for case in cases_of(framework, None):
-        outcomes["ddp", case] = attempt(train, framework, None, {}, on_device(CASES[case], ranks=1))
-    for method in (METHODS[name] for of, name in PAIRS if of == framework):
-        settings = on_one_rank(method, exact_settings(framework, method))
-        for case in cases_of(framework, method):
-            options = on_device(CASES[case], ranks=1)
-            outcomes[method.name, case] = result = attempt(train, framework, method, settings, options)
-            if method.pipeline and isinstance(result, Result):
-                reference = attempt(run_loop, OneStageLoop, method, settings, options, batches_of(result.seen))
-                outcomes[method.name, "virtual", case] = reference
-        typical, options = on_one_rank(method, method.typical[0]), RESUMED[framework]
-        path = Path(directory) / method.name
-        save, again = Checkpoint(path, SAVED_EVERY), Checkpoint(Path(f"{path}, again"), SAVED_EVERY)
-        saved = Checkpoint(Path(f"{path}-{SAVED_EVERY}"), SAVED_EVERY)
-        outcomes[method.name, "whole"] = attempt(train, framework, method, typical, options, save=save)
-        outcomes[method.name, "resumed"] = attempt(train, framework, method, typical, options, save=again, resume=saved)
-    return outcomes
+def train_also_virtually(
+    framework: str, method: Method, settings: dict[str, Any], options: Options
+) -> tuple[Result, Result | None]:
+    """Returns what comes of the training, and of that of a pipeline without a transport."""
+    result = train(framework, method, settings, options)
+    if not method.pipeline:
+        return result, None
+    return result, run_loop(OneStageLoop, method, settings, options, batches_of(result.seen))
 
 
 @cache
 def outcomes_of(framework: str) -> Outcomes:
+    """Trains by DistributedDataParallel and by every method that the framework has."""
+    cases: dict[Any, Any] = {
+        ("ddp", case): partial(train, framework, None, {}, on_device(CASES[case], ranks=1))
+        for case in cases_of(framework, None)
+    }
     with TemporaryDirectory() as directory:
-        return launch_on_device(train_all, 1, framework, directory, init=framework == "plain")
+        for method in (METHODS[name] for of, name in PAIRS if of == framework):
+            settings = on_one_rank(method, exact_settings(framework, method))
+            for case in cases_of(framework, method):
+                options = on_device(CASES[case], ranks=1)
+                cases[method.name, case] = partial(train_also_virtually, framework, method, settings, options)
+            typical = on_one_rank(method, method.typical[0])
+            run = partial(train, framework, method, typical, RESUMED[framework])
+            path = Path(directory) / method.name
+            saved, again = Checkpoint(path, SAVED_EVERY), Checkpoint(Path(f"{path}, again"), SAVED_EVERY)
+            cases[method.name, "whole"] = partial(run, save=saved)
+            cases[method.name, "resumed"] = partial(run, save=again, resume=saved.first)
+        return launch_cases(cases, 1, init=framework == "plain", launch=launch_on_device)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +82,9 @@ def outcomes_of(framework: str) -> Outcomes:
 )
 def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
     """Bit for bit, and so is the loss scale; a pipeline of one stage is the one without a transport."""
-    [outcomes] = outcomes_of(framework)
-    method = METHODS[name]
-    actual = result_of(outcomes, (name, case))
-    expected = result_of(outcomes, (name, "virtual", case) if method.pipeline else ("ddp", case))
+    outcomes, method = outcomes_of(framework), METHODS[name]
+    [(actual, virtual)] = outcomes[name, case]
+    expected = virtual or outcomes["ddp", case][0]
     assert batches_of(actual.seen) == expected.seen
     assert actual.scale == expected.scale
     if method.sharded_norm and CASES[case].clip_norm:
@@ -92,5 +95,6 @@ def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
 
 @pytest.mark.parametrize(("framework", "name"), PAIRS)
 def test_a_resumed_run_is_the_uninterrupted_one(framework: str, name: str) -> None:
-    [outcomes] = outcomes_of(framework)
-    assert_equal(result_of(outcomes, (name, "resumed")).weights, result_of(outcomes, (name, "whole")).weights)
+    outcomes = outcomes_of(framework)
+    [resumed], [whole] = outcomes[name, "resumed"], outcomes[name, "whole"]
+    assert_equal(resumed.weights, whole.weights)
