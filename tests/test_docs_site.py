@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
+from collections.abc import Iterator
 from importlib import import_module
-from inspect import getsource
+from inspect import cleandoc, getsource
+from itertools import zip_longest
 from pathlib import Path
 from pkgutil import resolve_name, walk_packages
 from types import ModuleType
@@ -13,6 +17,7 @@ from typing import Any
 import pytest
 
 import lightning_pipesync
+from lightning_pipesync.methods.settings import Settings
 from tests.test_docs import DOCS, LINKING_PAGES, ROOT
 
 API_PAGES = sorted((DOCS / "api").glob("*.md"))
@@ -51,6 +56,35 @@ def test_the_api_pages_list_all_that_a_package_exports(package: str) -> None:
 def test_the_api_pages_list_each_name_once() -> None:
     values = [(name, id(value)) for name, value in listed()]
     assert len(values) == len(set(values)) > 50
+
+
+def undocumented(kind: type) -> Iterator[str]:
+    """The attributes that a class is the first to declare, and that the site does not show for lack of a docstring."""
+    source = textwrap.dedent(getsource(kind))
+    [definition] = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    lines, inherited = source.splitlines(), {name for base in kind.__mro__[1:] for name in declared(base)}
+    docs = "\n".join(cleandoc(one.__doc__ or "") for one in kind.__mro__)
+    for node, after in zip_longest(definition.body, definition.body[1:]):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            name = ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+            commented = "#:" in lines[node.lineno - 1] or lines[node.lineno - 2].lstrip().startswith("#:")
+            has_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            listed_above = re.search(rf"^    (\w+, )*{name}(, \w+)*: ", docs, re.MULTILINE)
+            if not (name.startswith("_") or name in inherited or commented or has_docstring or listed_above):
+                yield name
+
+
+def declared(kind: type) -> set[str]:
+    return {*vars(kind), *vars(kind).get("__annotations__", {})}
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for _, kind in listed() if isinstance(kind, type)], ids=lambda kind: kind.__name__
+)
+def test_attributes_are_documented(kind: type) -> None:
+    """Those of settings are by another test."""
+    assert issubclass(kind, Settings) or [*undocumented(kind)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -26,7 +26,7 @@ class Method(ABC):
     """Base of every registered method."""
 
     name: ClassVar[str]  #: under which it is registered
-    config_type: ClassVar[type[Settings]]
+    config_type: ClassVar[type[Settings]]  #: the dataclass of its settings
     makes_passes: ClassVar[bool] = False  #: whether it makes the forward and backward passes itself, as a pipeline does
     metric_infos: ClassVar[Mapping[str, MetricInfo]] = NETWORK_METRICS  #: of its metrics, by name
     #: Short names of the metrics that a progress bar shows, of two at most.

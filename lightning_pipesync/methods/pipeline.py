@@ -52,7 +52,7 @@ class PipelineMethod(Method):
     """
 
     makes_passes = True
-    config: PipelineSettings
+    config: PipelineSettings  #: the settings
 
     @abstractmethod
     def __init__(

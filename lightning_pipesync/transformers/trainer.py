@@ -37,7 +37,7 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
         ValueError: the method is EA-Pipe, which makes the passes itself, or data injection is set.
     """
 
-    accelerator: PipeSyncAccelerator
+    accelerator: PipeSyncAccelerator  #: in place of the Trainer's own
 
     def __init__(self, *args: Any, pipesync: PipeSyncPlugin | None = None, **kwargs: Any) -> None:
         self._pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync

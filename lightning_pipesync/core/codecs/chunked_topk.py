@@ -24,8 +24,8 @@ class ChunkedTopK(Codec):
     """
 
     name = "chunked_topk"
-    CHUNK: ClassVar[int] = 4096
-    KEPT: ClassVar[int] = 64
+    CHUNK: ClassVar[int] = 4096  #: values of a chunk
+    KEPT: ClassVar[int] = 64  #: values of a chunk that are kept
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         self._require_floating_point(dtype)

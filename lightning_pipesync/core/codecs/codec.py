@@ -24,8 +24,8 @@ class Codec(ABC):
     fp64 value beyond the range of fp32 counts as an infinity.
     """
 
-    name: ClassVar[str]
-    lossless: ClassVar[bool] = False
+    name: ClassVar[str]  #: what ``compression`` calls it
+    lossless: ClassVar[bool] = False  #: whether decoded values are the encoded ones
 
     @abstractmethod
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:

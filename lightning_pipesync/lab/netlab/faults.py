@@ -11,10 +11,10 @@ from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse
 
 @dataclass(frozen=True)
 class Slow:
-    """A slow CPU: the processes of ``host`` run for ``share`` of the time, less than 1, and then are stopped."""
+    """A slow CPU: the processes of a host run for a share of the time, and are stopped for the rest."""
 
-    host: int
-    share: float
+    host: int  #: from 0
+    share: float  #: of the time in which they run, more than 0 and less than 1
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
@@ -23,18 +23,18 @@ class Slow:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for all processes of ``host``, ``after_s`` seconds after the start of the job."""
+    """SIGKILL for all processes of a host."""
 
-    host: int
-    after_s: float
+    host: int  #: from 0
+    after_s: float  #: seconds from the start of the job
 
 
 @dataclass(frozen=True)
 class Freeze:
-    """SIGSTOP for all processes of ``host``, without a SIGCONT, ``after_s`` seconds after the start of the job."""
+    """SIGSTOP for all processes of a host, without a SIGCONT."""
 
-    host: int
-    after_s: float
+    host: int  #: from 0
+    after_s: float  #: seconds from the start of the job
 
 
 Fault = Union[Slow, Kill, Freeze]

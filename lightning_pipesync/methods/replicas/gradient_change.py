@@ -128,13 +128,12 @@ class Threshold:
 class SyncDecision:
     """The decision about a step: the same on all ranks, except for this rank's ``relative_change`` (Eq. 2)."""
 
-    relative_change: float = math.inf  # where it is not defined
-    delta: float = math.nan
-    # Whether on some rank
-    synchronized: bool = False  # the change was at least delta
-    missing_gradient: bool = False  # a parameter had no gradient
-    not_finite: bool = False  # the gradient was not finite
-    undefined: bool = False  # the change was not defined
+    relative_change: float = math.inf  #: on this rank; inf where it is not defined
+    delta: float = math.nan  #: the threshold
+    synchronized: bool = False  #: whether the change was at least ``delta`` on some rank
+    missing_gradient: bool = False  #: whether a parameter had no gradient on some rank
+    not_finite: bool = False  #: whether the gradient was not finite on some rank
+    undefined: bool = False  #: whether the change was not defined on some rank
 
 
 class SelectiveSync:

@@ -15,17 +15,18 @@ from lightning_pipesync.core.torch_private import map_tensors
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A module in fp32 with its batches and its loss.
+    """A module with its batches and its loss."""
 
-    ``layers`` are its parts for ``fully_shard`` of FSDP2, in the order of execution. ``make_batch`` returns the batch
-    of a rank, the same in every call. ``optimizer`` is None for that of all candidates.
-    """
-
+    #: The name in tables.
     name: str
-    module: nn.Module
+    module: nn.Module  #: in fp32
+    #: Its parts for ``fully_shard`` of FSDP2, in the order of execution.
     layers: list[nn.Module]
+    #: Returns the batch of a rank, the same in every call.
     make_batch: Callable[[int], Any]
+    #: Returns the loss (0-dim) of the module on a batch.
     loss: Callable[[nn.Module, Any], Tensor]
+    #: Returns the optimizer of the module; None: that of all candidates.
     optimizer: Callable[[nn.Module], Optimizer] | None = None
 
     def to(self, device: torch.device | str) -> BenchModel:

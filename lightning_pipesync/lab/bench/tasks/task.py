@@ -21,6 +21,7 @@ VALIDATION_SHARE = 0.1
 class Task:
     """A training without the communication of its ranks."""
 
+    #: The name in ``TASKS``.
     name: str
     #: Builds the model; its weights come from torch's global generator.
     build_module: Callable[[], nn.Module]
@@ -40,9 +41,11 @@ class Task:
     quality: Callable[[float], float]
     #: The name of the quality.
     metric: str
+    #: Whether a higher quality is a better one.
     higher_is_better: bool
     #: The default of the quality to reach.
     target: float
+    #: Returns the optimizer of a module.
     optimizer: Callable[[nn.Module], Optimizer]
     #: Returns the scheduler of an optimizer for a number of steps, stepped after every step.
     scheduler: Callable[[Optimizer, int], LRScheduler]
