@@ -143,8 +143,9 @@ def test_a_strategy_that_cannot_start_names_one_that_can(framework: str, tmp_pat
 
 def test_a_notebook(tmp_path: Path) -> None:
     """In a kernel of Jupyter."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
+    import nbclient  # imported here because its import is slow
+    import nbformat
+
     cells = [
         TRAIN,
         f"fit('selsync_notebook', '{tmp_path}')",
