@@ -22,7 +22,9 @@ from lightning_pipesync.core.codecs import (
     TopK,
     Truncate16,
     blocks,
+    chunked_topk,
     get_codec,
+    scaled,
 )
 from lightning_pipesync.core.feedback import encode_with_feedback
 
@@ -148,6 +150,32 @@ def test_decode_add_is_decode_and_add(name: str, dtype: torch.dtype) -> None:
         expected = accumulator + round_trip(codec, source, torch.float32)
         codec.decode_add(encoded(codec, source), accumulator, dtype)
         assert torch.equal(accumulator, expected)
+
+
+@every_codec
+@every_dtype
+@pytest.mark.parametrize("in_blocks", [True, False], ids=["in blocks", "at once, as on CUDA"])
+def test_rows_are_encoded_one_by_one(
+    name: str, dtype: torch.dtype, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = get_codec(name)
+    for numel in SIZES:
+        rows = random(3 * numel, dtype).view(3, numel)
+        num_bytes = codec.wire_bytes(numel, dtype)
+        wires = torch.full([3, max(1, -(-num_bytes // 16)) * 16], 255, dtype=torch.uint8)[:, :num_bytes]
+        accumulator, decoded = random(3 * numel, seed=1).view(3, numel), torch.full([3, numel], 7.0)
+        each_decoded = torch.stack([round_trip(codec, row, torch.float32) for row in rows])
+        expected = accumulator + each_decoded
+        with monkeypatch.context() as patched:
+            for module in (blocks, chunked_topk, scaled):
+                patched.setattr(module, "works_in_blocks", lambda _: in_blocks)
+            codec.encode(rows, wires)
+            codec.decode(wires, decoded, dtype)
+            codec.decode_add(wires, accumulator, dtype)
+        assert torch.equal(decoded, each_decoded)
+        assert torch.equal(accumulator, expected)
+        if name != "topk":  # whose values are in no particular order
+            assert torch.equal(wires, torch.stack([encoded(codec, row) for row in rows]))
 
 
 @every_codec

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+import torch._dynamo  # asks CUDA for its devices when it is first needed
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
@@ -21,6 +24,18 @@ from tests.harness import launch
 from tests.test_transport import DTYPES, LOSSY, SIZES, values
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def nccl_on_the_host() -> Iterator[None]:
+    """Context in which streams do nothing."""
+    cuda = MagicMock()
+    cuda.stream = lambda _: nullcontext()
+    with (
+        patch("lightning_pipesync.core.comm.nccl.torch.cuda", cuda),
+        patch.object(Tensor, "record_stream", lambda *_: None),
+    ):
+        yield
 
 
 def exchange_all_kinds(exchange: NcclExchange, device: torch.device) -> dict[str, bool]:
@@ -85,12 +100,7 @@ def is_near(codec_name: str, on_cpu: Tensor, other: Tensor) -> bool:
 
 
 def exchange_on_the_host() -> dict[str, Any]:
-    cuda = MagicMock()
-    cuda.stream = lambda _: nullcontext()
-    with (
-        patch("lightning_pipesync.core.comm.nccl.torch.cuda", cuda),
-        patch.object(Tensor, "record_stream", lambda *_: None),
-    ):
+    with nccl_on_the_host():
         return exchange_all_kinds(NcclExchange(dist.new_group(backend="gloo"), CPU), CPU)
 
 
@@ -101,13 +111,52 @@ def test_makes_what_gloo_makes(world_size: int) -> None:
         assert all(same.values()), [name for name, equal in same.items() if not equal]
 
 
+#: Launches of a reduce-scatter and an all-gather of a bucket, collectives included, with shards of one size.
+LAUNCHES = {
+    ("none", torch.float32): 3,
+    ("none", torch.bfloat16): 6,
+    ("bf16", torch.float32): 16,
+    ("fp16", torch.float32): 16,
+    ("truncate16", torch.float32): 16,
+    ("int8", torch.float32): 40,
+    ("int4", torch.float32): 66,
+    ("topk", torch.float32): 64,
+    ("chunked_topk", torch.float32): 176,
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view and "empty" not in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def launches(codec_name: str, dtype: torch.dtype, world_size: int) -> int:
+    """Counts on the meta device, where what costs launches is done as on CUDA."""
+    codec, flat = get_codec(codec_name), torch.zeros(world_size * 4096 * 8, dtype=dtype, device="meta")
+    feedback = None if codec.lossless else ErrorFeedback(flat, world_size)
+    group = MagicMock()
+    group.get_rank.return_value, group.get_world_size.return_value = 0, world_size
+    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
+        exchange = NcclExchange(MagicMock(), flat.device)
+        exchange.reduce_scatter(flat, codec, mean=True, feedback=feedback)
+        exchange.all_gather(flat, codec, feedback)
+    return counted.number + len(group.method_calls) - 2  # without the calls for the rank and for the number of ranks
+
+
+@pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)
+def test_the_number_of_ranks_does_not_change_the_number_of_launches(codec_name: str, dtype: torch.dtype) -> None:
+    assert [launches(codec_name, dtype, ranks) for ranks in (8, 64)] == [LAUNCHES[codec_name, dtype]] * 2
+
+
 def average_in_background() -> list[float]:
-    cuda = MagicMock()
-    cuda.stream = lambda _: nullcontext()
-    with (
-        patch("lightning_pipesync.core.comm.nccl.torch.cuda", cuda),
-        patch.object(Tensor, "record_stream", lambda *_: None),
-    ):
+    with nccl_on_the_host():
         transport = Transport(timeout_s=30)
         transport._nccl = transport._exchange = exchange = NcclExchange(dist.new_group(backend="gloo"), CPU)
         with patch.object(transport, "_exchange_of", lambda _: exchange):

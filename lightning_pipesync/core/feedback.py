@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_numel
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.core.codecs.blocks import as_dtype, blocks
+from lightning_pipesync.core.codecs.blocks import addend, blocks
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 
 
@@ -50,11 +50,8 @@ def encode_with_feedback(codec: Codec, source: Tensor, wire: Tensor, residual: T
         codec.encode(source, wire)
         return
     for block in blocks(source):
-        total = residual[block].add_(as_dtype(source[block], residual.dtype))
-        source[block].copy_(total)
-        total.neg_()
+        total = residual[..., block].add_(addend(source[..., block], residual.dtype))
+        source[..., block].copy_(total)
     codec.encode(source, wire)
-    # The residual is total - decoded; by way of decoded - total it needs no buffer for decoded.
-    codec.decode_add(wire, residual, source.dtype)
-    for block in blocks(residual):
-        residual[block].neg_().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    codec.decode_add(wire, residual, source.dtype, alpha=-1)
+    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

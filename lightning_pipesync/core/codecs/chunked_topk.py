@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_pipesync.core.codecs.blocks import works_in_blocks
 from lightning_pipesync.core.codecs.codec import Codec
 
 #: Chunks that are encoded at a time, which bounds the temporaries.
@@ -32,37 +33,38 @@ class ChunkedTopK(Codec):
         return sum(self._sections(numel))
 
     def encode(self, source: Tensor, wire: Tensor) -> None:
-        levels, indices, signs = self._split(wire, source.numel())
-        for rows, values in self._rows(source):
+        levels, indices, signs = self._split(wire, source.shape[-1])
+        for block, values in self._blocks(source):
             values = values.to(torch.float32)
-            kept = values.abs().topk(self.KEPT, dim=1, sorted=False).indices
-            values = values.gather(1, kept)
+            kept = values.abs().topk(self.KEPT, sorted=False).indices
+            values = values.gather(-1, kept)
             magnitudes = values.abs().to(torch.float64)  # the sum of two numbers may be beyond the range of fp32
-            high = magnitudes >= magnitudes.mean(1, keepdim=True)
-            levels[rows, 0] = torch.where(high, 0.0, magnitudes).sum(1) / (~high).sum(1).clamp(min=1)
-            levels[rows, 1] = torch.where(high, magnitudes, 0.0).sum(1) / high.sum(1).clamp(min=1)
-            even, odd = kept[:, 0::2], kept[:, 1::2]
-            packed = torch.stack([even & 255, (even >> 8) | (odd & 15) << 4, odd >> 4], dim=2)
-            indices[rows] = packed.view(packed.shape[0], -1).to(torch.uint8)
-            codes = (high.to(torch.uint8) | (values < 0).to(torch.uint8) << 1).view(-1, self.KEPT // 4, 4)
-            signs[rows] = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
+            high = magnitudes >= magnitudes.mean(-1, keepdim=True)
+            levels[..., block, 0] = torch.where(high, 0.0, magnitudes).sum(-1) / (~high).sum(-1).clamp(min=1)
+            levels[..., block, 1] = torch.where(high, magnitudes, 0.0).sum(-1) / high.sum(-1).clamp(min=1)
+            even, odd = kept[..., 0::2], kept[..., 1::2]
+            packed = torch.stack([even & 255, (even >> 8) | (odd & 15) << 4, odd >> 4], dim=-1)
+            indices[..., block, :] = packed.flatten(-2).to(torch.uint8)
+            codes = high.to(torch.uint8) | (values < 0).to(torch.uint8) << 1
+            fours = [codes[..., place::4] << 2 * place for place in range(4)]
+            signs[..., block, :] = fours[0] | fours[1] | fours[2] | fours[3]
 
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
         self.decode_add(wire, target.zero_(), dtype)
 
-    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
-        levels, indices, signs = self._split(wire, accumulator.numel())
-        for rows, values in self._rows(accumulator):
-            triples = indices[rows].view(-1, self.KEPT // 2, 3).to(torch.int64)
-            even, odd = triples[:, :, 0] | (triples[:, :, 1] & 15) << 8, triples[:, :, 1] >> 4 | triples[:, :, 2] << 4
-            kept = torch.stack([even, odd], dim=2).view(-1, self.KEPT)
+    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype, alpha: float = 1) -> None:
+        levels, indices, signs = self._split(wire, accumulator.shape[-1])
+        for block, values in self._blocks(accumulator):
+            first, second, third = indices[..., block, :].to(torch.int64).unflatten(-1, (-1, 3)).unbind(-1)
+            kept = torch.stack([first | (second & 15) << 8, second >> 4 | third << 4], dim=-1).flatten(-2)
             shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=wire.device)
-            codes = (signs[rows].unsqueeze(2) >> shifts).view(-1, self.KEPT) & 3
-            magnitudes = levels[rows].gather(1, (codes & 1).to(torch.int64))
+            codes = (signs[..., block, :].unsqueeze(-1) >> shifts).flatten(-2) & 3
+            magnitudes = (levels[..., block, :] * alpha).gather(-1, (codes & 1).to(torch.int64))
             decoded = torch.where(codes >= 2, -magnitudes, magnitudes).to(values.dtype)
-            values.scatter_add_(1, kept, decoded)
-            if (short := accumulator.numel() % self.CHUNK) and rows.stop == levels.shape[0]:
-                accumulator[-short:].copy_(values.view(-1)[:short])  # that chunk is a copy
+            values.scatter_add_(-1, kept, decoded)
+            if block.stop * self.CHUNK > accumulator.shape[-1]:  # they are a padded copy
+                left = accumulator[..., block.start * self.CHUNK :]
+                left.copy_(values.flatten(-2)[..., : left.shape[-1]])
 
     def _num_chunks(self, numel: int) -> int:
         return -(-numel // self.CHUNK)
@@ -72,17 +74,24 @@ class ChunkedTopK(Codec):
         return [self._num_chunks(numel) * each for each in (8, self.KEPT * 3 // 2, self.KEPT // 4)]
 
     def _split(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        levels, indices, signs = wire.split(self._sections(numel))
-        wide = indices.view(-1, self.KEPT * 3 // 2)
-        return levels.view(torch.float32).view(-1, 2), wide, signs.view(-1, self.KEPT // 4)
+        chunks = self._num_chunks(numel)
+        levels, indices, signs = wire.split(self._sections(numel), dim=-1)
+        return (
+            levels.view(torch.float32).unflatten(-1, (chunks, 2)),
+            indices.unflatten(-1, (chunks, self.KEPT * 3 // 2)),
+            signs.unflatten(-1, (chunks, self.KEPT // 4)),
+        )
 
-    def _rows(self, values: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields blocks of chunks: which ones, and their values, a row each; a last short chunk as a padded copy."""
-        whole, short = divmod(values.numel(), self.CHUNK)
-        table = values[: whole * self.CHUNK].view(whole, self.CHUNK)
-        for begin in range(0, whole, BLOCK):
-            rows = slice(begin, min(begin + BLOCK, whole))
-            yield rows, table[rows]
-        if short:
-            row = torch.nn.functional.pad(values[-short:], (0, self.CHUNK - short))
-            yield slice(whole, whole + 1), row.view(1, self.CHUNK)
+    def _blocks(self, values: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yields blocks of chunks: which ones, and their values, shape ``[..., chunks, CHUNK]``.
+
+        A block with a last short chunk is a padded copy; where there are several, it is that chunk alone.
+        """
+        whole = values.shape[-1] // self.CHUNK
+        begins = [*range(0, whole, BLOCK), whole] if works_in_blocks(values) else [0]
+        for begin, end in zip(begins, [*begins[1:], self._num_chunks(values.shape[-1])], strict=True):
+            if begin < end:
+                block = values[..., begin * self.CHUNK : end * self.CHUNK]
+                missing = (end - begin) * self.CHUNK - block.shape[-1]
+                padded = torch.nn.functional.pad(block, (0, missing)) if missing else block
+                yield slice(begin, end), padded.unflatten(-1, (end - begin, self.CHUNK))

@@ -15,9 +15,10 @@ class Codec(ABC):
     A wire format is never summed: receivers decode and sum in fp32. A codec holds no state between calls, may be used
     from several threads at once, is deterministic, and never makes the host wait for a device. In all methods
 
-    - `source`, `target` and `accumulator` are 1-D and contiguous, in fp32, fp64, bf16 or fp16, of the same number of
-      values (0 is fine), and need no gradient;
-    - `wire` is 1-D uint8 of exactly `wire_bytes` bytes that starts at a multiple of 16 bytes in its storage;
+    - `source`, `target` and `accumulator` are contiguous, in fp32, fp64, bf16 or fp16, of the same number of values (0
+      is fine), and need no gradient: shape `[numel]`, or `[rows, numel]`, where each row is encoded by itself;
+    - `wire` is uint8 of exactly `wire_bytes` bytes, or rows of them: shape `[wire_bytes]` or `[rows, wire_bytes]`. It,
+      and each row, starts at a multiple of 16 bytes in its storage;
     - `dtype` is that of the source, which may differ from the target's (bf16 gradients are summed in fp32).
 
     A NaN or an infinity in the source decodes to a NaN or an infinity, not always the same one. Except with `none`, an
@@ -44,8 +45,8 @@ class Codec(ABC):
         """Overwrites `target` with the values of `wire`."""
 
     @abstractmethod
-    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
-        """Adds the values of `wire` to `accumulator`: for an fp32 one, bit for bit `decode` and then `add_`."""
+    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype, alpha: float = 1) -> None:
+        """Adds `alpha` times the values of `wire`: for an fp32 `accumulator`, bit for bit `decode` and then `add_`."""
 
     def __repr__(self) -> str:
         """Returns the same text in every process: the ranks compare their settings by it."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.codecs.blocks import as_dtype, blocks
+from lightning_pipesync.core.codecs.blocks import addend, as_dtype, blocks
 from lightning_pipesync.core.codecs.codec import Codec
 
 
@@ -28,10 +28,10 @@ class _Elementwise(Codec):
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
         target.copy_(wire.view(self.element(dtype)))
 
-    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
+    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype, alpha: float = 1) -> None:
         elements = wire.view(self.element(dtype))
         for block in blocks(accumulator):
-            accumulator[block].add_(as_dtype(elements[block], accumulator.dtype))
+            accumulator[..., block].add_(addend(elements[..., block], accumulator.dtype), alpha=alpha)
 
 
 class NoCompression(_Elementwise):
@@ -80,6 +80,6 @@ class Truncate16(_Cast):
     def encode(self, source: Tensor, wire: Tensor) -> None:
         high_halves = wire.view(torch.int16)
         for block in blocks(source):
-            values = as_dtype(source[block], torch.float32)
+            values = as_dtype(source[..., block], torch.float32)
             # Every processor that torch is built for is little endian: the high half is the second.
-            high_halves[block].copy_(values.view(torch.int16)[1::2])
+            high_halves[..., block].copy_(values.view(torch.int16)[..., 1::2])

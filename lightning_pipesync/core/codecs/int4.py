@@ -25,11 +25,10 @@ class Int4(ScaledChunks):
 
     def pack(self, rounded: Tensor, packed: Tensor) -> None:
         nibbles = rounded.clamp_(-self.LEVELS, self.LEVELS).add_(8).to(torch.uint8).bitwise_and_(15)
-        if nibbles.numel() % 2:
+        if nibbles.shape[-1] % 2:
             nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-        pairs = nibbles.view(-1, 2)
-        torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4, out=packed)
+        torch.bitwise_or(nibbles[..., 0::2], nibbles[..., 1::2] << 4, out=packed)
 
     def unpack(self, packed: Tensor, values: Tensor) -> None:
-        nibbles = torch.stack([packed & 15, packed >> 4], dim=1).view(-1)[: values.numel()]
+        nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., : values.shape[-1]]
         values.copy_(nibbles).sub_(8)

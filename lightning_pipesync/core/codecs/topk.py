@@ -45,29 +45,31 @@ class TopK(Codec):
     def encode(self, source: Tensor, wire: Tensor) -> None:
         if source.numel() == 0:
             return
-        indices, values = self._split(wire, source.numel())
-        k = values.numel()
+        numel = source.shape[-1]
+        indices, values = self._split(wire, numel)
+        k = values.shape[-1]
         # The k largest magnitudes lie in the k columns with the largest maxima. With `height` rows that leaves
         # numel / height + k * height values to search instead of numel, which is least at height = sqrt(numel / k).
-        height = math.isqrt(source.numel() // k)
-        width = source.numel() // height
-        table, rest = source[: height * width].view(height, width), source[height * width :]
-        maxima = torch.maximum(table.amax(0), table.amin(0).neg_())
+        height = math.isqrt(numel // k)
+        width = numel // height
+        table, rest = source[..., : height * width].unflatten(-1, (height, width)), source[..., height * width :]
+        maxima = torch.maximum(table.amax(-2), table.amin(-2).neg_())
         columns = maxima.topk(k, sorted=False).indices
-        candidates = torch.cat([table.index_select(1, columns).view(-1), rest])
+        searched = table.gather(-1, columns.unsqueeze(-2).expand(*table.shape[:-1], k))
+        candidates = torch.cat([searched.flatten(-2), rest], dim=-1)
         kept = candidates.abs().topk(k, sorted=False).indices
-        in_table = kept // k * width + columns[kept % k]
+        in_table = kept // k * width + columns.gather(-1, kept % k)
         in_rest = kept + height * (width - k)
         indices.copy_(torch.where(kept < height * k, in_table, in_rest))
-        values.copy_(candidates[kept])
+        values.copy_(candidates.gather(-1, kept))
 
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
         self.decode_add(wire, target.zero_(), dtype)
 
-    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
-        indices, values = self._split(wire, accumulator.numel())
-        accumulator.index_add_(0, indices, values.to(accumulator.dtype))
+    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype, alpha: float = 1) -> None:
+        indices, values = self._split(wire, accumulator.shape[-1])
+        accumulator.scatter_add_(-1, indices.to(torch.int64), values.to(accumulator.dtype) * alpha)
 
     def _split(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        indices, values = wire.split(2 * [4 * self.num_kept(numel)])
+        indices, values = wire.split(2 * [4 * self.num_kept(numel)], dim=-1)
         return indices.view(torch.int32), values.view(torch.float32)

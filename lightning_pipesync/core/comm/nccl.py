@@ -20,7 +20,9 @@ class NcclExchange:
     """:class:`GlooExchange` for flat CUDA tensors over an NCCL process group.
 
     All operations are enqueued on one side stream, in the order of the calls. An operation starts after the work that
-    is on the caller's stream at the call; waiting for it makes the caller's stream wait, never the host.
+    is on the caller's stream at the call; waiting for it makes the caller's stream wait, never the host. All ranks'
+    shards are encoded and decoded in one call, so that the number of kernels does not depend on the number of ranks;
+    collectives work in place where the shards are of one size.
 
     Args:
         group: an NCCL process group that nothing else uses.
@@ -85,53 +87,40 @@ class NcclExchange:
         return wait
 
     def _reduce_scatter(self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None) -> Tensor:
-        own = shard_of(flat, self._rank, self._world_size)
+        rows = self._rows(flat)
+        own, total = shard_of(flat, self._rank, self._world_size), rows[self._rank]
         if codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype:
-            padded = self._padded(flat)
-            total = torch.empty(shard_numel(flat.numel(), self._world_size), dtype=flat.dtype, device=flat.device)
-            dist.reduce_scatter_tensor(total, padded, group=self._group)
+            dist.reduce_scatter_tensor(total, rows.view(-1), group=self._group)
         else:  # NCCL would sum 16-bit floats in 16 bits, and wire formats as bytes
-            total = self._exchange_and_sum(flat, codec, feedback)
+            total = self._exchange_and_sum(rows, codec, feedback)
         if mean:
             total.div_(self._world_size)
-        return own.copy_(total[: own.numel()])
+        return own if own.data_ptr() == total.data_ptr() else own.copy_(total[: own.numel()])
 
-    def _exchange_and_sum(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
-        size = shard_numel(flat.numel(), self._world_size)
-        slices = self._padded(flat).view(self._world_size, size)
-        num_bytes = codec.wire_bytes(size, flat.dtype)
-        sent = self._wires(num_bytes)
-        residuals: list[Tensor | None] = [None] * self._world_size
-        if feedback is not None:
-            padded = self._padded(feedback.contribution)
-            residuals = list(padded.view(self._world_size, size))
-        for source, wire, residual in zip(slices, sent, residuals, strict=True):
-            encode_with_feedback(codec, source, wire[:num_bytes], residual)
-        if feedback is not None and padded is not feedback.contribution:
-            feedback.contribution.copy_(padded[: feedback.contribution.numel()])
-        received = torch.empty_like(sent)
+    def _exchange_and_sum(self, rows: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
+        sent, received = self._wires(codec, rows), self._wires(codec, rows)
+        residuals = None if feedback is None else self._rows(feedback.contribution)
+        encode_with_feedback(codec, rows, self._used(sent, codec, rows), residuals)
+        if feedback is not None and residuals is not None:
+            self._copy_back(residuals, feedback.contribution)
         dist.all_to_all_single(received, sent, group=self._group)
-        total = torch.zeros(size, dtype=accumulation_dtype(flat.dtype), device=flat.device)
-        for wire in received:
-            codec.decode_add(wire[:num_bytes], total, flat.dtype)
-        return total
+        decoded = torch.empty_like(rows, dtype=accumulation_dtype(rows.dtype))
+        codec.decode(self._used(received, codec, rows), decoded, rows.dtype)
+        return decoded.sum(dim=0)
 
     def _all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
-        size = shard_numel(flat.numel(), self._world_size)
-        own = shard_of(self._padded(flat), self._rank, self._world_size)
+        rows = self._rows(flat)
+        own = rows[self._rank]
         if codec.lossless:
-            gathered = torch.empty(self._world_size * size, dtype=flat.dtype, device=flat.device)
-            dist.all_gather_into_tensor(gathered, own, group=self._group)
-            return flat.copy_(gathered[: flat.numel()])
-        num_bytes = codec.wire_bytes(size, flat.dtype)
-        wires = self._wires(num_bytes)
-        wire = torch.empty_like(wires[0])
-        encode_with_feedback(codec, own, wire[:num_bytes], None if feedback is None else feedback.shard)
-        dist.all_gather_into_tensor(wires.view(-1), wire, group=self._group)
-        decoded = torch.empty(self._world_size, size, dtype=flat.dtype, device=flat.device)
-        for encoded, target in zip(wires, decoded, strict=True):
-            codec.decode(encoded[:num_bytes], target, flat.dtype)
-        return flat.copy_(decoded.view(-1)[: flat.numel()])
+            dist.all_gather_into_tensor(rows.view(-1), own, group=self._group)
+        else:
+            wires = self._wires(codec, rows)
+            wire = wires[self._rank]
+            residual = None if feedback is None else feedback.shard
+            encode_with_feedback(codec, own, self._used(wire, codec, rows), residual)
+            dist.all_gather_into_tensor(wires.view(-1), wire, group=self._group)
+            codec.decode(self._used(wires, codec, rows), rows, flat.dtype)
+        return self._copy_back(rows, flat)
 
     def _gather_parts(self, flat: Tensor, part: slice) -> Tensor:
         parts = [shard_of(flat, rank, self._world_size)[part] for rank in range(self._world_size)]
@@ -142,12 +131,24 @@ class NcclExchange:
         foreach_copy_(parts, [row[: values.numel()] for row, values in zip(gathered, parts, strict=True)])
         return flat
 
-    def _wires(self, num_bytes: int) -> Tensor:
-        """Returns a buffer with a row per rank, each aligned for any dtype, also where nothing is to be sent."""
-        row_bytes = max(1, -(-num_bytes // 16)) * 16  # rows of no bytes would begin at odd offsets
+    def _wires(self, codec: Codec, rows: Tensor) -> Tensor:
+        """Returns a buffer with a wire for each of ``rows``, aligned for any dtype, also if nothing is sent."""
+        row_bytes = max(1, -(-codec.wire_bytes(rows.shape[1], rows.dtype) // 16)) * 16
         return torch.empty(self._world_size, row_bytes, dtype=torch.uint8, device=self._device)
 
-    def _padded(self, flat: Tensor) -> Tensor:
-        """Returns ``flat`` if its size is a multiple of the number of ranks, else a copy padded with zeros."""
-        missing = shard_numel(flat.numel(), self._world_size) * self._world_size - flat.numel()
-        return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    def _used(self, wires: Tensor, codec: Codec, rows: Tensor) -> Tensor:
+        return wires[..., : codec.wire_bytes(rows.shape[1], rows.dtype)]
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """Returns the ranks' shards of ``flat``, shape ``[world_size, size]``: a view if they are of one size.
+
+        Otherwise it is a copy padded with zeros.
+        """
+        size = shard_numel(flat.numel(), self._world_size)
+        missing = size * self._world_size - flat.numel()
+        padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+        return padded.view(self._world_size, size)
+
+    def _copy_back(self, rows: Tensor, flat: Tensor) -> Tensor:
+        """Copies ``rows`` to ``flat`` if :meth:`_rows` has made a copy of it."""
+        return flat if rows.numel() == flat.numel() else flat.copy_(rows.view(-1)[: flat.numel()])
