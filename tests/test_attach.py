@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, Run, loss, seeded_mlp, state
 
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "dear": (DeAR, {}),
@@ -74,20 +74,16 @@ def attach_differently(name: str) -> dict[str, Outcome]:
 def train(name: str, num_steps: int, before_step: Callable[[int, nn.Module, Optimizer], None]) -> Outcome:
     """Trains with momenta from the start, and returns what is raised until the weights are flushed."""
     method, settings = METHODS[name]
-    model = seeded_mlp()
-    optimizer = with_state(model)
-    sync = method(model, optimizer, **settings, timeout_s=20)
+    run = Run(method, with_state, **settings, timeout_s=20)
 
-    def run() -> None:
+    def train_on() -> None:
         for step in range(num_steps):
-            before_step(step, model, optimizer)
-            optimizer.zero_grad()
-            loss(model, step, dist.get_rank()).backward()
-            sync.step()
-        sync.flush()
+            before_step(step, run.model, run.optimizer)
+            run.step(step)
+        run.sync.flush()
 
-    outcome = raised(run)
-    sync.detach()
+    outcome = raised(train_on)
+    run.sync.detach()
     return outcome
 
 

@@ -163,8 +163,7 @@ def compressed(update: str) -> tuple[dict[str, Tensor], float]:
     before = sum_of_residuals(sync)
     for number in range(STEPS):
         fusion = sync.fusion
-        run.optimizer.zero_grad()
-        loss(run.model, number, dist.get_rank()).backward()
+        run.backward(number)
         if sync.fusion != fusion:
             off = max(off, abs(sum_of_residuals(sync) - before))
         sync.step()

@@ -35,22 +35,21 @@ def write_none(model: nn.Module) -> None:
 def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) -> tuple[Any, Any]:
     """Returns the error of a step before which something is written, and the state of the model."""
     run = Run(DeAR, bucket_mb=1e-4, timeout_s=10)
-    model, optimizer, sync = run.model, run.optimizer, run.sync
+    model, sync = run.model, run.sync
 
     def step() -> None:
         sync.step()
         sync.flush()
 
     run.steps(range(4))
-    optimizer.zero_grad()
-    loss(model, 4, dist.get_rank()).backward()
+    run.backward(4)
     if after == "after_backward":
         sync.reduce()
     elif after == "clip":
         sync.clip(1e9)
     elif after in ("no_sync", "anew"):
         if after == "anew":  # the new gradients may be where the old ones were in memory
-            optimizer.zero_grad()
+            run.optimizer.zero_grad()
         with sync.no_sync():
             loss(model, 5, dist.get_rank()).backward()
     if write is not None and dist.get_rank() in on:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -18,7 +17,7 @@ from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import on_ranks
-from tests.models import loss, seeded_mlp
+from tests.models import Run, loss, seeded_mlp
 from tests.reference_pipe_sgd import all_reduce, divided, fused, through
 
 STEPS, RANKS = 8, 2
@@ -42,22 +41,19 @@ def in_order(model: nn.Module, names: Sequence[str]) -> list[Tensor]:
 def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tensor]]:
     """Returns in which order the parameters travel, and the weights after each step, in that order."""
     kind, settings = METHODS[method]
-    model = seeded_mlp()
-    optimizer = sgd(model.parameters())
     # Left out where it is on: that is the default.
-    sync = kind(model, optimizer, compression=codec, **settings, **({} if feedback else {"error_feedback": False}))
-    names = [name for name, _ in model.named_parameters()][::-1]
+    settings = {"compression": codec, **settings, **({} if feedback else {"error_feedback": False})}
+    run = Run(kind, lambda model: sgd(model.parameters()), **settings)
+    names = [name for name, _ in run.model.named_parameters()][::-1]
     weights = []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, step, dist.get_rank()).backward()
-        sync.step()
-        sync.synchronize()
+        run.step(step)
+        run.sync.synchronize()
         if kind is DeAR:
-            [bucket] = sync._fused.buckets
+            [bucket] = run.sync._fused.buckets
             names = [member.name for member in bucket.members]
-        weights.append(fused(in_order(model, names)))
-    sync.detach()
+        weights.append(fused(in_order(run.model, names)))
+    run.sync.detach()
     return names, weights
 
 

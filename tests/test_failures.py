@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.heartbeat import FRACTION_OF_TIMEOUT, Beat, Wait
 from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
 from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
-from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
+from tests.models import Run, batch
 
 TIMEOUT_S = 4
 #: Of the default process group, where it is not to be a minute: ranks have to start within it.
@@ -40,25 +39,23 @@ NAMES = ["dear", "ea_pipe", "pipe_sgd", "selsync"]
 class Pipelined:
     """The engine of a pipeline as a loop drives a method."""
 
-    def __init__(self, model: nn.Sequential, _: Any) -> None:
+    def __init__(self, model: nn.Sequential, _: Any, timeout_s: float) -> None:
         self.model = model
         self.engine = EAPipe(
-            model, nn.functional.cross_entropy, lambda parameters: torch.optim.SGD(parameters, 0.1), timeout_s=TIMEOUT_S
+            model, nn.functional.cross_entropy, lambda parameters: torch.optim.SGD(parameters, 0.1), timeout_s=timeout_s
         )
+        self.detach = self.engine.detach
 
     def step(self) -> None:
         self.model.zero_grad()  # the loop has made a gradient of its own
         self.engine.train_batch(batch(0, 0))
 
-    def detach(self) -> None:
-        self.engine.detach()
 
-
-METHODS: dict[str, Callable[[Any, Any], Any]] = {
-    "dear": lambda model, optimizer: DeAR(model, optimizer, timeout_s=TIMEOUT_S, bucket_mb=1e-4),
-    "ea_pipe": Pipelined,
-    "pipe_sgd": lambda model, optimizer: PipeSGD(model, optimizer, timeout_s=TIMEOUT_S),
-    "selsync": lambda model, optimizer: SelSync(model, optimizer, timeout_s=TIMEOUT_S, delta=0.0),
+METHODS: dict[str, tuple[type, dict[str, Any]]] = {
+    "dear": (DeAR, {"bucket_mb": 1e-4}),
+    "ea_pipe": (Pipelined, {}),
+    "pipe_sgd": (PipeSGD, {}),
+    "selsync": (SelSync, {"delta": 0.0}),
 }
 
 
@@ -72,7 +69,7 @@ def befall(how: str) -> None:
         time.sleep(1.5 * GROUP_TIMEOUT_S)
 
 
-def form_group(jobs: dict[Any, int], timeout_s: float = 60) -> tuple[Any, int]:
+def form_group(jobs: dict[Any, int]) -> tuple[Any, int]:
     """Divides the launched ranks into jobs of RANKS each; returns this rank's job and its rank there.
 
     Rank 0 of a job has its store, as in most jobs.
@@ -86,9 +83,8 @@ def form_group(jobs: dict[Any, int], timeout_s: float = 60) -> tuple[Any, int]:
 def train_until_lost(jobs: dict[tuple[str, int], int], how: str) -> dict[str, Any]:
     (name, victim), rank = form_group(jobs)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = METHODS[name](model, optimizer)
+    method, settings = METHODS[name]
+    run = Run(method, timeout_s=TIMEOUT_S, **settings)
     steps = 0
 
     def train() -> None:
@@ -97,12 +93,10 @@ def train_until_lost(jobs: dict[tuple[str, int], int], how: str) -> dict[str, An
             for i in range(100):
                 if i == 3 and rank == victim:
                     befall(how)
-                optimizer.zero_grad()
-                loss(model, i, rank).backward()
-                sync.step()
+                run.step(i)
                 steps = i + 1
         finally:
-            sync.detach()
+            run.sync.detach()
 
     start = time.monotonic()
     outcome = raised(train)

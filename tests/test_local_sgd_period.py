@@ -76,8 +76,7 @@ def skip_alone() -> tuple[str, str] | None:
 
     def skip() -> None:
         for i in range(3):
-            run.optimizer.zero_grad()
-            loss(run.model, i, dist.get_rank()).backward()
+            run.backward(i)
             run.sync.reduce()
             if i != 1 or dist.get_rank() != 1:
                 run.sync.step()

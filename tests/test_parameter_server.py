@@ -197,10 +197,9 @@ def test_easgd_resumes_with_its_replicas() -> None:
 
 def load_in_midst(settings: dict[str, Any]) -> dict[str, Tensor]:
     run = ServedRun(**settings)
-    for i in range(5):
-        run.step(i)
+    run.steps(range(5))
     run.model.load_state_dict(seeded_mlp(1).state_dict())
-    return run.finish()
+    return run.end()
 
 
 def test_training_continues_from_loaded_weights() -> None:
@@ -286,7 +285,7 @@ def train_unevenly(settings: dict[str, Any], folder: Path, awaited: int, pause_s
                 time.sleep(0.01)
         run.step(i)
     (folder / str(run.rank)).touch()
-    run.finish()
+    run.end()
     return run.sync.log
 
 

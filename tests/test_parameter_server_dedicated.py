@@ -54,7 +54,7 @@ def train(settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], di
         saved = sync.optimizer_state_dict(run.optimizer)
         assert saved["state"] or (sync.only_serves and "easgd" in settings.values()), "its optimizers run on learners"
         sync.resume()
-    return sync.log, run.finish(), own, sync.only_serves
+    return sync.log, run.end(), own, sync.only_serves
 
 
 @cache
@@ -86,7 +86,7 @@ def train_from_a_work_queue(timeout_s: float, pause_s: float) -> list[int]:
     for (indices,) in run.sync.prepare_train_loader(DataLoader(TensorDataset(torch.arange(24)), batch_size=4)):
         seen += indices.tolist()
         run.step(len(seen), [pause_s])
-    run.finish()
+    run.end()
     return seen
 
 

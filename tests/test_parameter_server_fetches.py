@@ -29,7 +29,7 @@ def train(settings: dict[str, Any], flushed_at: int | None = None) -> tuple[list
             run.sync.flush()
             run.sync.resume()
         run.step(i, [0.0, 0.01, 0.03])
-    return run.sync.log, run.finish()
+    return run.sync.log, run.end()
 
 
 CASES: dict[str, dict[str, Any]] = {

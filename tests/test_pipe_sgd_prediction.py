@@ -219,8 +219,7 @@ def guard_against_overflow() -> tuple[list[bool], Tensor]:
     model, sync = run.model, run.sync
     left_out = []
     for step in range(8):
-        model.zero_grad()
-        loss(model, step, dist.get_rank()).backward()
+        run.backward(step)
         if step == 3 and dist.get_rank() == 1:
             model[0].weight.grad[0, 0] = torch.inf
         sync.reduce()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -155,6 +155,9 @@ def test_two_optimizers(predicts: bool) -> None:
 class Counting(SGD):
     """Keeps a count among its hyper-parameters, as some optimizers do."""
 
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        super().__init__([{"params": list(parameters), "taken": 0, "in_place": torch.zeros(())}], lr)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             group["taken"] += 1
@@ -168,22 +171,18 @@ def scheduled(step: int) -> float:
 
 def count() -> tuple[list[float], list[int], float]:
     """Returns the learning rates that the updates used, the count after each step, and the learning rate in the end."""
-    model = seeded_mlp()
-    optimizer = Counting(model.parameters(), lr=1.0)
-    optimizer.param_groups[0].update(taken=0, in_place=torch.zeros(()))
-    sync = PipeSGD(model, optimizer, staleness=2)
+    run = Run(PipeSGD, lambda model: Counting(model.parameters(), lr=1.0), staleness=2)
     used: list[float] = []
     counts = []
-    optimizer.register_step_post_hook(lambda one, *_: used.append(one.param_groups[0]["lr"]))
+    run.optimizer.register_step_post_hook(lambda one, *_: used.append(one.param_groups[0]["lr"]))
+    [group] = run.optimizer.param_groups
     for step in range(6):
-        optimizer.param_groups[0]["lr"] = scheduled(step)
-        optimizer.zero_grad()
-        loss(model, step, dist.get_rank()).backward()
-        sync.step()
-        assert optimizer.param_groups[0]["in_place"] == optimizer.param_groups[0]["taken"]
-        counts.append(optimizer.param_groups[0]["taken"])
-    sync.detach()
-    return used, counts, optimizer.param_groups[0]["lr"]
+        group["lr"] = scheduled(step)
+        run.step(step)
+        assert group["in_place"] == group["taken"]
+        counts.append(group["taken"])
+    run.sync.detach()
+    return used, counts, group["lr"]
 
 
 def test_an_update_uses_the_learning_rate_of_its_gradient() -> None:

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from lightning_pipesync import DeAR, EAPipe, LocalSGD, ParameterServer, PipeSGD, SelSync
+from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
 from tests.harness import free_port, launch
-from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
-from tests.test_failures import RANKS, form_group
+from tests.models import Run
+from tests.test_failures import RANKS, Pipelined, form_group
 
 #: Far more than the test takes: nobody may wait for as long.
 TIMEOUT_S = 300
 
 
-class Pipelined:
-    """The engine of a pipeline as a loop drives a method."""
-
-    def __init__(self, model: nn.Sequential, _: Any) -> None:
-        self.engine = EAPipe(
-            model, nn.functional.cross_entropy, lambda parameters: torch.optim.SGD(parameters, 0.1), timeout_s=TIMEOUT_S
-        )
-        self.detach = self.engine.detach
-
-    def step(self) -> None:
-        self.engine.train_batch(batch(0, 0))
-
-
-METHODS: dict[str, Callable[[Any, Any], Any]] = {
-    "dear": lambda model, optimizer: DeAR(model, optimizer, timeout_s=TIMEOUT_S),
-    "ea_pipe": Pipelined,
-    "local_sgd": lambda model, optimizer: LocalSGD(model, optimizer, timeout_s=TIMEOUT_S, period=2),
-    "pipe_sgd": lambda model, optimizer: PipeSGD(model, optimizer, timeout_s=TIMEOUT_S),
-    "selsync": lambda model, optimizer: SelSync(model, optimizer, timeout_s=TIMEOUT_S, delta=0.0),
-    "sync": lambda model, optimizer: ParameterServer(model, optimizer, timeout_s=TIMEOUT_S, policy="sync"),
-    "async": lambda model, optimizer: ParameterServer(model, optimizer, timeout_s=TIMEOUT_S, policy="async"),
+METHODS: dict[str, tuple[type, dict[str, Any]]] = {
+    "dear": (DeAR, {}),
+    "ea_pipe": (Pipelined, {}),
+    "local_sgd": (LocalSGD, {"period": 2}),
+    "pipe_sgd": (PipeSGD, {}),
+    "selsync": (SelSync, {"delta": 0.0}),
+    "sync": (ParameterServer, {"policy": "sync"}),
+    "async": (ParameterServer, {"policy": "async"}),
 }
 
 #: The method, the rank that leaves, and how.
@@ -71,21 +55,17 @@ LEAVES: dict[str, tuple[BaseException, str]] = {
 def train_until_one_leaves(jobs: dict[tuple[str, int, str], int], folder: Path) -> tuple[str, str]:
     (name, victim, how), rank = form_group(jobs)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = METHODS[name](model, optimizer)
+    method, settings = METHODS[name]
+    run = Run(method, timeout_s=TIMEOUT_S, **settings)
 
     def train() -> None:
         try:
             for i in range(10_000):
                 if i == 3 and rank == victim:
                     raise LEAVES[how][0]
-                optimizer.zero_grad()
-                if name != "ea_pipe":
-                    loss(model, i, rank).backward()
-                sync.step()
+                run.step(i)
         finally:
-            sync.detach()
+            run.sync.detach()
 
     try:
         train()

@@ -23,13 +23,11 @@ def train(
     optimizer_name: str, settings: dict[str, Any], batch_norm: bool = False, max_norm: float | None = None
 ) -> dict[str, Any]:
     """Trains STEPS steps; the ranks start from different weights, of which rank 0's count."""
-    rank = dist.get_rank()
-    run = Run(SelSync, optimizer_name, seeded_mlp(rank, batch_norm), **settings)
+    run = Run(SelSync, optimizer_name, seeded_mlp(dist.get_rank(), batch_norm), **settings)
     model, sync = run.model, run.sync
     synchronized, changes = [], []
     for i in range(STEPS):
-        run.optimizer.zero_grad()
-        loss(model, i, rank).backward()
+        run.backward(i)
         if max_norm is not None:
             sync.clip(max_norm)
         sync.step()
@@ -251,20 +249,17 @@ def test_tied_and_frozen_parameters() -> None:
 
 
 def overflow() -> list[Any]:
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = SelSync(model, optimizer, delta=0.5)
+    run = Run(SelSync, lambda model: torch.optim.SGD(model.parameters(), lr=0.01), delta=0.5)
+    model, sync = run.model, run.sync
     seen = []
     for i in range(6):
-        optimizer.zero_grad()
-        loss(model, i, rank).backward()
-        if i == 3 and rank == 1:
+        run.backward(i)
+        if i == 3 and dist.get_rank() == 1:
             model[0].weight.grad[0, 0] = math.inf
         sync.reduce()
         # as a GradScaler does: skip the update on this rank
         finite = all(p.grad.isfinite().all() for p in model.parameters())
-        sync.step(optimizer.step if finite else lambda: None)
+        sync.step(run.optimizer.step if finite else lambda: None)
         seen.append((sync.last.synchronized, sync.last.not_finite))
     finite = all(p.isfinite().all().item() for p in model.parameters())
     change = sync.last.relative_change

@@ -113,8 +113,7 @@ def skip_steps(way: str) -> tuple[list[float], list[bool]]:
         run = Run(SelSync, aggregation=aggregation, **SETTINGS)
     deltas, synchronized = [], []
     for i in range(14):
-        run.optimizer.zero_grad()
-        loss(run.model, i, dist.get_rank()).backward()
+        run.backward(i)
         if i in (0, 4, 5, 9):
             if way != "never measured":
                 run.sync.clip(1.0)
@@ -142,15 +141,14 @@ def test_a_skipped_step_does_not_move_it() -> None:
 
 def overflow_on_one_rank() -> list[Any]:
     run = Run(SelSync, **SETTINGS)
-    model, optimizer, sync = run.model, run.optimizer, run.sync
+    model, sync = run.model, run.sync
     seen = []
     for i in range(8):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
+        run.backward(i)
         if dist.get_rank() == 1 and i in (0, 5, 6):  # before there is anything to compare with, and later
             model[0].weight.grad[0, 0] = math.nan if i == 6 else math.inf
         sync.reduce()
-        sync.step(optimizer.step if i not in (0, 5, 6) else lambda: None)
+        sync.step(run.optimizer.step if i not in (0, 5, 6) else lambda: None)
         seen.append((sync.last.synchronized, sync.last.undefined, sync.metrics()["delta"]))
     sync.detach()
     return seen
