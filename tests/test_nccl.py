@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Event
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.gloo import GlooExchange
-from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from tests.harness import launch
@@ -168,3 +169,30 @@ def average_in_background() -> list[float]:
 def test_an_all_reduce_in_the_background_is_waited_for() -> None:
     """It advances by itself: a thread that finishes it late would never do so."""
     assert launch(average_in_background, 2, timeout_s=40) == [[2.0] * 3] * 2
+
+
+def close_while_a_kernel_waits_for_a_lost_peer() -> None:
+    transport = Transport(timeout_s=30)
+    group = dist.new_group(backend="gloo")
+    transport._groups.append(group)
+    get_backend, destroy, end = dist.get_backend, dist.destroy_process_group, Event()
+    with (
+        patch.object(dist, "get_backend", lambda of=None: "nccl" if of is group else get_backend(of)),
+        patch.object(dist, "destroy_process_group", lambda of: end.wait() if of is group else destroy(of)),
+    ):
+        transport.close(timeout_s=0.1)
+        end.set()
+
+
+def test_closing_never_waits_for_a_lost_peers_kernel() -> None:
+    launch(close_while_a_kernel_waits_for_a_lost_peer, 1, timeout_s=40)
+
+
+@pytest.mark.parametrize("after_error", [True, False])
+def test_after_an_error_all_groups_are_aborted_together(after_error: bool) -> None:
+    calls = MagicMock()
+    with patch.object(dist, "destroy_process_group", calls.destroy):
+        destroy_nccl_groups([calls, calls], after_error)
+    backend = [f"_get_backend().{name}" for name in ("_group_start", "abort", "abort", "_group_end")]
+    aborted = ["_get_backend", "_get_backend", *backend] if after_error else []
+    assert [name for name, _, _ in calls.mock_calls] == [*aborted, "destroy", "destroy"]

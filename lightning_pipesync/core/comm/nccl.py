@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,23 @@ from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.gloo import Between
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.torch_private import foreach_copy_
+
+
+def destroy_nccl_groups(groups: Sequence[dist.ProcessGroup], abort: bool) -> None:
+    """Destroys NCCL's groups; may block for as long as a kernel waits for a peer.
+
+    With ``abort``, which is for after an error, kernels in flight end at once. All groups are aborted together: the
+    abort of one communicator may wait for another (pytorch/pytorch#119797).
+    """
+    with suppress(Exception):  # a communicator that has failed may raise its error again
+        if abort:
+            backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+            backends[0]._group_start()
+            for backend in backends:
+                backend.abort()
+            backends[0]._group_end()
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 class NcclExchange:

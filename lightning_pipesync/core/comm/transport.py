@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pickle import UnpicklingError
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,16 @@ from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.mail import Mail
 from lightning_pipesync.core.comm.messages import Messages, end_waits
-from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import meet
-from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
+from lightning_pipesync.core.faults.shutdown import (
+    destroy_process_groups_at_shutdown,
+    error_at_shutdown,
+    join_thread,
+)
 
 #: No timeout; Gloo counts in nanoseconds.
 FOREVER = timedelta(days=365)
@@ -211,9 +216,16 @@ class Transport(Collectives):
             if collectives is not None:
                 collectives.close(timeout_s)
         super().close(timeout_s)
+        nccl = [group for group in self._groups if dist.get_backend(group) == "nccl"]
+        if nccl:
+            after_error = error_at_shutdown() is not None
+            thread = Thread(target=destroy_nccl_groups, args=(nccl, after_error), name="pipesync-end", daemon=True)
+            thread.start()
+            join_thread(thread, timeout_s)
         for group in self._groups:
-            with suppress(Exception):  # fails if a peer has died
-                dist.destroy_process_group(group)
+            if group not in nccl:
+                with suppress(Exception):  # fails if a peer has died
+                    dist.destroy_process_group(group)
         self._groups.clear()
 
     def _end_waits(self) -> None:
@@ -227,6 +239,8 @@ class Transport(Collectives):
         return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        if backend == "nccl":  # a default group that is bound to a device is split, with nothing in flight
+            torch.cuda.synchronize(self.device)
         group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
         if ranks is None or self.rank in ranks:
             self._groups.append(group)
