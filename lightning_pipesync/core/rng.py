@@ -20,10 +20,11 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def set_rng_states(states: dict[str, Tensor]) -> None:
+def set_rng_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restores what :func:`rng_states` returned; of ``device`` only if the states are of a training on CUDA, too."""
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
                 method.load_state_dict(states[name])
         if "precision" in state:
             self.precision.load_state_dict(state["precision"])
-        set_rng_states(state["rng"])
+        set_rng_states(state["rng"], self.root_device)
 
     def _rank_state_dict(self, methods: Mapping[str, SyncMethod]) -> dict[str, Any]:
         states = {name: method.state_dict() for name, method in methods.items()}

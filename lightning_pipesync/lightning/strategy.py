@@ -249,7 +249,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     def _restore_rng(self) -> None:
         """Restores the random state of the interrupted run."""
         if self._rng_states is not None:
-            set_rng_states(self._rng_states)
+            set_rng_states(self._rng_states, self.root_device)
             self._rng_states = None
 
     # --- helpers ----------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_random_numbers_of_a_pass_are_its_own() -> None:
     """And the generators of both devices continue as if nothing had been drawn."""
     states = rng_states(DEVICE)
     expected = torch.rand(3), torch.rand(3, device=DEVICE)
-    set_rng_states(states)
+    set_rng_states(states, DEVICE)
     drawn = []
     for _ in range(2):
         with seeded(0, 5, 1, DEVICE):

@@ -70,10 +70,8 @@ class CommQueue:
         self._in_flight: deque[tuple[Promise[Handle[Any]], Callable[[], None]]] = deque()  # started; to finish it
         self._error: BaseException | None = None
         self._submitted: deque[Queued[Any]] = deque()  # operations that may be unfinished
-        self._worker, self._device, self._traffic = Worker(name, self._advance), device, traffic
+        self._worker, self._device, self._traffic = Worker(name, self._advance, device), device, traffic
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._worker.submit(lambda: torch.cuda.set_device(device))
 
     def submit(
         self,

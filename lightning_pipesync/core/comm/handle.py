@@ -7,10 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
+
 from lightning_pipesync.core.faults.shutdown import join_thread
 from lightning_pipesync.core.torch_private import name_thread
 
 T = TypeVar("T")
+
+CPU = torch.device("cpu")
 
 _this_thread = threading.local()
 
@@ -76,11 +80,12 @@ class Promise(Handle[T]):
 class Worker:
     """A thread that runs jobs one after the other. It is a daemon: it never keeps a dying process alive.
 
-    ``idle`` is called when no job is queued, and again as long as it returns True: it has done something.
+    ``idle`` is called when no job is queued, and again as long as it returns True: it has done something. ``device`` is
+    the current one of its jobs, if it is a CUDA device.
     """
 
-    def __init__(self, name: str, idle: Callable[[], bool] = lambda: False) -> None:
-        self._idle = idle
+    def __init__(self, name: str, idle: Callable[[], bool] = lambda: False, device: torch.device = CPU) -> None:
+        self._idle, self._device = idle, device
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -108,6 +113,8 @@ class Worker:
     def _run(self) -> None:
         _this_thread.is_worker = True
         name_thread(self._thread.name)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         while (job := self._next()) is not None:
             job()
         while self._idle():

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -98,6 +99,7 @@ class BackPipe:
         self._schedule: BackPipeSchedule | None = None  # of this step
         self._requires: Queued[Any] | None = None
         self._hooks: dict[int, RemovableHandle] = {}
+        self._streams: set[torch.cuda.Stream] = set()  # on which this step has computed gradients
 
     @property
     def in_step(self) -> bool:
@@ -122,6 +124,7 @@ class BackPipe:
         """Ends a step; returns whether a gradient has changed after the collective of its bucket started."""
         outdated = self._schedule is not None and self._schedule.outdated
         self._schedule = self._requires = None
+        self._streams.clear()
         return outdated
 
     def finish(self, exchange: Callable[[int], Queued[list[int]]], flag: int = 0, unless: int = 0) -> int:
@@ -141,6 +144,8 @@ class BackPipe:
             bucket = self._fused.index_of.get(id(parameter))
             if bucket is not None:  # otherwise no optimizer has it any more
                 schedule = self._schedule or self._begin()
+                if parameter.is_cuda:
+                    self._streams.add(torch.cuda.current_stream(parameter.device))
                 for index in schedule.gradient_is_ready(bucket):
                     self._reduce(index)
                 if schedule.outdated:
@@ -160,5 +165,7 @@ class BackPipe:
         return self._schedule
 
     def _reduce(self, index: int) -> None:
+        for stream in self._streams:  # layers that ran on other streams have their gradients there
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._fused.buckets[index].reduce(self._queue, self._requires)
         self._policy.started(index)

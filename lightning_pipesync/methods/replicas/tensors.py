@@ -234,7 +234,10 @@ def restore_unwritten(tensors: Sequence[Tensor], average: Sequence[Tensor], kept
 
 
 def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """Returns for each pair of tensors on one device whether their shapes or bits differ; a NaN equals itself."""
+    """Returns for each pair of tensors whether their shapes or bits differ; a NaN equals itself.
+
+    The tensors of a pair are on one device, those of another pair may be on another.
+    """
     if not tensors:
         return []
     differ = [
@@ -243,7 +246,8 @@ def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]
         else torch.ones((), dtype=torch.bool, device=tensor.device)
         for tensor, other in zip(tensors, others, strict=True)
     ]
-    result: list[bool] = torch.stack(differ).tolist()  # the host waits for the device once, not for each
+    device = next((each.device for each in differ if each.is_cuda), differ[0].device)
+    result: list[bool] = torch.stack([each.to(device) for each in differ]).tolist()  # waits for the device once
     return result
 
 

@@ -59,7 +59,7 @@ class Server:
         self._num_optimizers = len({shard.bucket.group[0] for shard in shards})
         self._arrived = threading.Condition()
         self._ended = False
-        self._worker = Worker("pipesync-server")
+        self._worker = Worker("pipesync-server", device=self._shards[0].values.device)
 
     def push(self, push: Push) -> None:
         key = (push.gradient.rank, push.gradient.step)
@@ -178,13 +178,13 @@ class Server:
                 mean.clamp_(-settings.max_value, settings.max_value)
         if settings.max_norm is None:
             return
-        squared = self._summed(PartialSums(version, "norm", torch.stack(foreach_norm(means)).square_().sum()))
+        squared = self._summed(PartialSums(version, "norm", torch.stack(foreach_norm(means)).square_().sum().cpu()))
         factor = (settings.max_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
         for mean in means:
             mean.mul_(factor)
 
     def _summed(self, sums: PartialSums) -> Tensor:
-        """Returns the sums over all servers, with the same bits on all."""
+        """Returns the sums over all servers, with the same bits on all, on the host."""
         for server in range(self._num_servers):
             self._send(server, sums)
         key = (sums.version, sums.kind)
