@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -12,10 +12,10 @@ from benchmarks.host_speed import HostSpeeds
 from benchmarks.throughput import Throughput, together_per_second
 from lightning_pipesync.lab.bench.converge_report import by_method, curves_of, rows_of, title_of
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
+from lightning_pipesync.lab.bench.pictures import look_of, looks_of, picture
 from lightning_pipesync.lab.bench.tables import number, table_of
 
-#: Panels in a row of the picture of the staleness.
+#: Panels in a row of the pictures.
 _COLUMNS = 3
 
 
@@ -24,7 +24,7 @@ def as_markdown(result: dict[str, Any], config_of: Callable[[str], Any]) -> str:
     settings, rows, runs = result["settings"], rows_of(result), by_method(result)
     slow = "".join(f", host {host} at {share}" for host, _, share in (text.partition(":") for text in settings["slow"]))
     stalls = f", stalls {settings['stalls']}" if settings["stalls"] else ""
-    baseline = next((row.method for row in rows if row.method.startswith("ddp")), rows[0].method)
+    baseline = _baseline(runs)
     staleness = {
         name: [run["staleness"] for run in of_method if "staleness" in run] for name, of_method in runs.items()
     }
@@ -67,20 +67,40 @@ def limit_of(result: dict[str, Any], method: str, config: Any) -> float | None:
 
 
 def draw_errors(result: dict[str, Any], path: Path) -> None:
-    """Draws the error (100 less the accuracy, or the perplexity) over time, the mean over the seeds of each method."""
+    """Draws the error (100 less the accuracy, or the perplexity) over time, the mean over the seeds.
+
+    A panel has one method, and the baseline.
+    """
 
     def error_of(quality: float) -> float:
         return 100 - quality if result["higher_is_better"] else quality
 
-    with picture(path, (11, 7.5), legend="below") as [[panel]]:
-        for i, (name, curve) in enumerate(curves_of(result).items()):
-            seconds = [fmean(point["seconds"] for point in points) for points in curve]
-            errors = [fmean(error_of(point["quality"]) for point in points) for points in curve]
-            panel.plot(seconds, errors, alpha=0.8, label=readable(name), **colour_and_line(i))
-        panel.axhline(error_of(result["target"]), color="black", linestyle=":", label="target")
-        label = result["metric"].replace("accuracy", "error")
-        panel.set(xlabel="seconds of training", ylabel=label, yscale="log", title=title_of(result))
-        panel.grid(alpha=0.3, which="both")
+    curves = {
+        name: [[fmean(point[key] for point in points) for points in curve] for key in ("seconds", "quality")]
+        for name, curve in curves_of(result).items()
+    }
+    baseline, looks = _baseline(curves), looks_of(curves)
+    others = [name for name in curves if name != baseline] or [baseline]
+    rows = -(-len(others) // _COLUMNS)
+    shared: Any = {"legend": "below", "sharex": True, "sharey": True}
+    with picture(path, (4 * _COLUMNS, 2.2 * rows + 0.6), rows, _COLUMNS, **shared) as panels:
+        for panel in panels.flat[len(others) :]:
+            panel.set_axis_off()
+        for name, panel in zip(others, panels.flat, strict=False):
+            for shown in dict.fromkeys((baseline, name)):
+                seconds, qualities = curves[shown]
+                label = readable(shown) if shown == baseline else None
+                look = {**looks[shown], "linestyle": "-", "markersize": 4, "markevery": 4}
+                panel.plot(seconds, [*map(error_of, qualities)], label=label, **look)
+            panel.axhline(error_of(result["target"]), color="black", linestyle=":", label="target")
+            panel.set(yscale="log")
+            panel.set_title(_short(name), fontsize="small")
+            panel.grid(alpha=0.3, which="both")
+        for panel in panels[-1]:
+            panel.set_xlabel("seconds of training")
+        figure = panels[0, 0].figure
+        figure.suptitle(title_of(result))
+        figure.supylabel(result["metric"].replace("accuracy", "error"))
 
 
 def draw_staleness(result: dict[str, Any], path: Path) -> None:
@@ -102,12 +122,23 @@ def draw_staleness(result: dict[str, Any], path: Path) -> None:
         for (name, of_method), panel in zip(counts.items(), panels.flat, strict=False):
             total = sum(of_method)
             mean = sum(staleness * count for staleness, count in enumerate(of_method)) / total
-            panel.bar(range(len(of_method)), [100 * count / total for count in of_method])
+            color = look_of(name.partition(":")[0])["color"]
+            panel.bar(range(len(of_method)), [100 * count / total for count in of_method], color=color)
             panel.axvline(mean, color="black", linestyle=":")
-            settings = readable(name.partition(":")[2] or name)
-            panel.set_title(f"{settings}\nmean {mean:.2f}", fontsize="small")
+            panel.set_title(f"{_short(name)}\nmean {mean:.2f}", fontsize="small")
             panel.set_xticks(range(len(of_method)))
             panel.set_xlim(-0.6, max(2, len(of_method) - 0.4))
             panel.grid(alpha=0.3)
         panels[0, 0].figure.supxlabel("staleness in updates")
         panels[0, 0].figure.supylabel("% of the gradients")
+
+
+def _baseline(names: Collection[str]) -> str:
+    """Returns what the others are compared with: the first DDP, or the first method if there is none."""
+    return next((name for name in names if name.startswith("ddp")), next(iter(names)))
+
+
+def _short(name: str) -> str:
+    """Returns the title of the panel of a method: parameter servers are known by their policies."""
+    method, _, settings = name.partition(":")
+    return readable(settings if method == "parameter_server" else name)

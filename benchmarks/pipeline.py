@@ -14,7 +14,7 @@ from benchmarks.pipeline_grid import train_at_once
 from benchmarks.pipeline_training import PipelineOptions, train
 from lightning_pipesync.lab.bench.benchmark import progress_bar
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.pictures import picture
+from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table, with_interval
 from lightning_pipesync.lab.bench.tasks import build_task
 
@@ -92,29 +92,40 @@ Diverged: a loss or a weight was not finite.
         """Draws the test error over the epochs, with a panel per learning rate and a row of panels per batch size."""
         rates, sizes = self.learning_rates, self.batch_sizes
         path, size = self.output / "pipeline.png", (4.5 * len(rates), 4.5 * len(sizes))
-        with picture(path, size, len(sizes), len(rates), sharey=True) as panels:
+        looks: Any = looks_of(self.methods)
+        legend: Any = {"legend": "below", "legend_columns": 1 + len(rates)}
+        with picture(path, size, len(sizes), len(rates), sharey=True, **legend) as panels:
             for row, batch_size in zip(panels, sizes, strict=True):
                 for panel, rate in zip(row, rates, strict=True):
+                    title = f"learning rate {rate:g}, batches of {batch_size}"
                     for method in self.methods:
-                        _draw_curve(panel, _runs(result, method, rate, batch_size), readable(method))
-                    panel.set(xlabel="epoch", title=f"learning rate {rate:g}, batches of {batch_size}", yscale="log")
+                        runs = _runs(result, method, rate, batch_size)
+                        _draw_curve(panel, runs, readable(method), looks[method])
+                        if num_diverged := outcome_of(runs).num_diverged:
+                            title += f"\n{readable(method)}: {num_diverged} of {len(runs)} diverged"
+                    panel.set(xlabel="epoch", yscale="log")
+                    panel.set_title(title, fontsize="medium")
                     panel.grid(alpha=0.3, which="both")
                 row[0].set_ylabel("test error %")
-            panels[-1, 0].legend(fontsize="small")
 
     def _draw_by_rate(self, result: dict[str, Any]) -> None:
         """Draws the final test error over the learning rate, a panel for each batch size; what diverged is left out."""
         sizes, path = self.batch_sizes, self.output / "pipeline_by_rate.png"
-        with picture(path, (6 * len(sizes), 4.5), columns=len(sizes), legend="panel", sharey=True) as [panels]:
-            for panel, size in zip(panels, sizes, strict=True):
+        columns, looks = min(2, len(sizes)), looks_of(self.methods)
+        rows = -(-len(sizes) // columns)
+        legend: Any = {"legend": "below", "legend_columns": 2 * columns}
+        with picture(path, (6 * columns, 4.5 * rows), rows, columns, sharey=True, **legend) as panels:
+            for panel in panels.flat[len(sizes) :]:
+                panel.set_axis_off()
+            for panel, size in zip(panels.flat, sizes, strict=False):
                 for method in self.methods:
                     outcomes = {rate: outcome_of(_runs(result, method, rate, size)) for rate in self.learning_rates}
                     ends = {rate: outcome.error for rate, outcome in outcomes.items() if not outcome.num_diverged}
-                    style = "o-" if method.partition(":")[0] == "ea_pipe" else "s--"
-                    panel.plot([*ends], [*ends.values()], style, label=readable(method))
+                    panel.plot([*ends], [*ends.values()], label=readable(method), **looks[method])
                 panel.set(xlabel="learning rate", title=f"batches of {size}", xscale="log", yscale="log")
                 panel.grid(alpha=0.3, which="both")
-            panels[0].set_ylabel("test error %")
+            for panel in panels[:, 0]:
+                panel.set_ylabel("test error %")
 
 
 @dataclass(frozen=True)
@@ -174,17 +185,13 @@ def choice_of(runs: Sequence[Run]) -> Choice | None:
     return min(choices, key=lambda choice: choice.validation, default=None)
 
 
-def _draw_curve(panel: Any, runs: list[Run], label: str) -> None:
+def _draw_curve(panel: Any, runs: list[Run], label: str, look: dict[str, Any]) -> None:
     """Draws the mean over the seeds and, lighter, the range, as far as none of them has diverged."""
     curves = list(zip(*(run["points"] for run in runs), strict=False))
     errors = [[point["error"] for point in points] for points in curves]
     epochs = [points[0]["epoch"] for points in curves]
-    num_diverged = sum(run["diverged"] for run in runs)
-    note = f" ({num_diverged} of {len(runs)} diverged)" if num_diverged else ""
-    [line] = panel.plot(epochs, [*map(fmean, errors)], label=label + note)
-    panel.fill_between(
-        epochs, [*map(min, errors)], [*map(max, errors)], color=line.get_color(), alpha=0.15, linewidth=0
-    )
+    panel.plot(epochs, [*map(fmean, errors)], label=label, markersize=4, **look)
+    panel.fill_between(epochs, [*map(min, errors)], [*map(max, errors)], color=look["color"], alpha=0.12, linewidth=0)
 
 
 def _runs(result: dict[str, Any], method: str, learning_rate: float, batch_size: int) -> list[Run]:

@@ -12,7 +12,7 @@ import benchmarks.networks  # noqa: F401 - both add to what can be compared
 from benchmarks import command
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import step
-from lightning_pipesync.lab.bench.pictures import picture
+from lightning_pipesync.lab.bench.pictures import OF_PARTS, looks_of, picture
 from lightning_pipesync.lab.bench.step_report import rows_of
 
 
@@ -47,8 +47,8 @@ def draw_scaling(runs: dict[int, dict[str, Any]], path: Path) -> None:
             if row.name != "no communication":
                 curves.setdefault(row.name, []).append(world_size * row.scaling_efficiency)
     with picture(path, (6, 4.5), legend="panel") as [[panel]]:
-        for name, speedups in curves.items():
-            panel.plot(hosts, speedups, "-o", markersize=3, label=name)
+        for name, look in looks_of(curves).items():
+            panel.plot(hosts, curves[name], markersize=4, label=name, **look)
         limits = [cost.max_speedup(world_size) for world_size, cost in zip(hosts, costs, strict=True)]
         panel.plot(hosts, limits, ":k", label="S_max (Eq. 6)")
         panel.plot(hosts, hosts, "-.k", label="linear")
@@ -59,7 +59,7 @@ def draw_scaling(runs: dict[int, dict[str, Any]], path: Path) -> None:
 
 def draw_breakdown(runs: dict[int, dict[str, Any]], path: Path) -> None:
     """Draws the parts of a step: forward, backward, update, exposed communication."""
-    with picture(path, (5 * len(runs), 4), columns=len(runs), legend="below", legend_columns=4) as panels:
+    with picture(path, (5 * len(runs), 4), columns=len(runs), legend="below", legend_columns=1 + len(runs)) as panels:
         for panel, (world_size, run) in zip(panels[0], runs.items(), strict=True):
             cost, rows = StepCost(**run["cost"]), rows_of(run)
             left = [0.0] * len(rows)
@@ -67,7 +67,8 @@ def draw_breakdown(runs: dict[int, dict[str, Any]], path: Path) -> None:
             bars = {part: [seconds] * len(rows) for part, seconds in shared.items()}
             bars["exposed communication"] = [row.exposed for row in rows]
             for part, values in bars.items():
-                panel.barh([row.name for row in rows], [value * 1e3 for value in values], left=left, label=part)
+                milliseconds = [value * 1e3 for value in values]
+                panel.barh([row.name for row in rows], milliseconds, left=left, label=part, color=OF_PARTS[part])
                 left = [start + value * 1e3 for start, value in zip(left, values, strict=True)]
             panel.invert_yaxis()
             panel.set(xlabel="ms a step", title=f"{world_size} hosts, ratio {cost.ratio:.2g}")

@@ -15,10 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pipesync.lab.bench.pictures import colour_of, picture
-
-# Distinguishable in black and white.
-LINE_STYLES = ["-", "--", "-.", ":"]
+from lightning_pipesync.lab.bench.pictures import looks_of, picture
 
 
 @dataclass
@@ -106,17 +103,18 @@ def write_json(runs: Sequence[Run], options: argparse.Namespace, path: Path) -> 
 def draw_picture(runs: Sequence[Run], title: str, path: Path) -> None:
     """Draws accuracy over time, and how long each strategy took."""
     groups = by_strategy(runs)
+    looks = looks_of(groups)
     with picture(path, (10, 3.8), columns=2) as [[curves, bars]]:
-        for (strategy, group), style in zip(groups.items(), LINE_STYLES * len(groups), strict=False):
+        for strategy, group in groups.items():
             seconds = [fmean(values) for values in zip(*(run.seconds for run in group), strict=True)]
             accuracies = [fmean(values) for values in zip(*(run.accuracies for run in group), strict=True)]
-            curves.plot(seconds, accuracies, style, color=colour_of(strategy), label=strategy, marker="o", markersize=3)
+            curves.plot(seconds, accuracies, label=strategy, markersize=4, **looks[strategy])
         curves.set(title="Accuracy over time", xlabel="seconds of training", ylabel="test accuracy", ylim=(0.5, 1.0))
         curves.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         curves.legend(loc="lower right")
         rows = summarize(runs)
         names = [row.strategy for row in rows]
-        drawn = bars.barh(names, [row.seconds for row in rows], color=[colour_of(name) for name in names])
+        drawn = bars.barh(names, [row.seconds for row in rows], color=[looks[name]["color"] for name in names])
         bars.bar_label(drawn, [f"{row.times_as_fast:.1f} times, {row.mib_sent:.0f} MiB" for row in rows], padding=4)
         bars.invert_yaxis()
         bars.set(

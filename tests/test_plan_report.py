@@ -11,7 +11,6 @@ import pytest
 from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.bench.pictures import COLOURS, colour_of
 from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.report import as_markdown
@@ -19,7 +18,6 @@ from lightning_pipesync.lab.plan.text import WIDTH, milliseconds, rate, round_ra
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import slow_ranks
 from lightning_pipesync.methods.laboratory import Prediction
-from lightning_pipesync.training.registry import METHODS
 from tests.test_plan import MIB, PROFILE, WORK, cluster
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -268,8 +266,3 @@ def test_the_picture(hosts: int, tmp_path: Path) -> None:
     measured = outcomes([(one, [one.seconds]) for one in found if one.method in ("ddp", "dear")])
     draw(WORK, at.with_hosts(hosts), result_of(at, measured), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 20_000
-
-
-def test_each_method_has_a_colour_of_its_own() -> None:
-    own = [name for name, method in METHODS.items() if method.__module__.startswith("lightning_pipesync.")]
-    assert len({colour_of(method) for method in ("ddp", *own)}) == len(own) + 1 <= len(COLOURS)

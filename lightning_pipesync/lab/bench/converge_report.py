@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.pictures import picture
+from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import interval_of, number, table_of, with_interval
 
 Point = dict[str, float]
@@ -150,12 +150,13 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     size = (16, 4.5 * len(results))
     with picture(path, size, len(results), len(over), legend="below", legend_columns=3, sharey="row") as panels:
         for row, result in zip(panels, results, strict=True):
+            looks = looks_of(curves_of(result))
             for panel, (what, label) in zip(row, over.items(), strict=True):
                 for name, curves in curves_of(result).items():
                     x, y = ([fmean(point[key] for point in points) for points in curves] for key in (what, "quality"))
-                    [line] = panel.plot(x, y, "-o", markersize=3, label=readable(name))
+                    panel.plot(x, y, markersize=4, label=readable(name), **looks[name])
                     ends = ([f(point["quality"] for point in points) for points in curves] for f in (min, max))
-                    panel.fill_between(x, *ends, color=line.get_color(), alpha=0.12, linewidth=0)
+                    panel.fill_between(x, *ends, color=looks[name]["color"], alpha=0.12, linewidth=0)
                 panel.axhline(result["target"], color="black", linestyle=":", label="target")
                 panel.set(xlabel=label, xscale="log" if what == "mib" else "linear")
                 panel.grid(alpha=0.3)

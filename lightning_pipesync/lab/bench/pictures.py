@@ -2,37 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.registry import METHODS, resolve
 
 #: Distinct to the color-blind (M. Okabe and K. Ito, "Color Universal Design", 2008). The first one is for what others
 #: are compared with, and for limits.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
-#: What a step is made of, in timelines.
+#: They tell methods and their settings apart in black and white.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
+LINES = ("-", "--", ":", "-.", (0, (7, 3)), (0, (6, 2, 1, 2, 1, 2)))
+
+#: What other methods are compared with, on several ranks and on one.
+REFERENCES = ("ddp", "sgd")
+
+#: What a step is made of.
 OF_PARTS = {
     "forward": COLOURS[3],
     "backward": COLOURS[1],
     "reduce-scatter": COLOURS[2],
     "all-gather": COLOURS[5],
     "all-reduce": COLOURS[4],
+    "update": COLOURS[6],
+    "exposed communication": COLOURS[2],
 }
 _LEGENDS = {"below": "outside lower center", "above": "outside upper right"}
 
 
-def colour_of(method: str) -> str:
-    """Returns the colour of a method, the same in all plans; DDP's is the first."""
-    return COLOURS[["ddp", *METHODS].index(method) % len(COLOURS)]
+def look_of(method: str) -> dict[str, Any]:
+    """Returns the colour and the marker of a method of this package or a reference, the same in all pictures."""
+    number = 0 if method in REFERENCES else 1 + list(METHODS).index(method)
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def looks_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Returns the look of the curve of each name: that of its method, and a line style for its settings.
+
+    A name is that of a command or of a table: ``selsync:delta=0.1``, ``SelSync, local step``. Methods that are not of
+    this package get the colours that are left.
+    """
+    methods = {name: _method_of(name) for name in names}
+    own = {method: look_of(method) for method in methods.values() if method in (*REFERENCES, *METHODS)}
+    taken = {look["color"] for look in own.values()}
+    left = [color for color in COLOURS[1:] if color not in taken] or COLOURS[1:]
+    others = [method for method in dict.fromkeys(methods.values()) if method not in own]
+    looks = own | {
+        method: {"color": left[n % len(left)], "marker": MARKERS[(len(COLOURS) + n) % len(MARKERS)]}
+        for n, method in enumerate(others)
+    }
+    found, counts = dict[str, dict[str, Any]](), dict.fromkeys(looks, 0)
+    for name, method in methods.items():
+        found[name] = {**looks[method], "linestyle": LINES[counts[method] % len(LINES)]}
+        counts[method] += 1
+    return found
+
+
+def _method_of(name: str) -> str:
+    """Returns the method of a name, which has capitals, blanks and hyphens in a table."""
+    method, _ = resolve(re.sub("[ -]", "_", re.split("[:,(]", name)[0].strip().lower()), {})
+    return method
 
 
 def colour_and_line(number: int) -> dict[str, Any]:
     """Returns the colour and the line style of the curve of a number, from 0, where there may be many."""
     colours = COLOURS[1:]
-    return {"color": colours[number % len(colours)], "linestyle": ("-", "--", ":", "-.")[number // len(colours) % 4]}
+    return {"color": colours[number % len(colours)], "linestyle": LINES[number // len(colours) % len(LINES)]}
 
 
 @contextmanager

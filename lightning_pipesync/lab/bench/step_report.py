@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
-from lightning_pipesync.lab.bench.pictures import picture
+from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.round_robin import median_and_quartiles
 from lightning_pipesync.lab.bench.tables import table_of
 
@@ -127,9 +127,9 @@ def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
             costs = [StepCost(**run["cost"]) for run in result["runs"]]
             ratios = [cost.ratio for cost in costs]
             by_run = [{row.name: row for row in rows_of(run)} for run in result["runs"]]
-            for name in by_run[0]:
-                if not name.startswith("DDP, ") and name != "no communication":
-                    panel.plot(ratios, [rows[name].over_ddp for rows in by_run], "-o", markersize=3, label=name)
+            shown = [name for name in by_run[0] if not name.startswith("DDP, ") and name != "no communication"]
+            for name, look in looks_of(shown).items():
+                panel.plot(ratios, [rows[name].over_ddp for rows in by_run], markersize=4, label=name, **look)
             limits = [cost.baseline / cost.two_halves for cost in costs]
             panel.plot(ratios, limits, ":k", label="limit of DeAR (Eqs. 7, 8)")
             panel.plot(ratios, [cost.baseline / cost.eager for cost in costs], "--k", label="limit of eager gathers")

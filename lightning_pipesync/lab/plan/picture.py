@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.bench.pictures import COLOURS, colour_of, picture
+from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, picture
 from lightning_pipesync.lab.plan.predictions import enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.text import rate, round_rate
 from lightning_pipesync.lab.plan.verdict import rounds_of
@@ -84,8 +84,9 @@ def _draw_gains(
         if method != "ddp":
             # A model has too few layers for a pipeline of more hosts than that.
             curve, low, high = ([gains.get(method, math.nan) for gains in each] for each in (middle, *ends))
-            panel.plot(places, curve, color=colour_of(method), label=f"{method}, predicted")
-            panel.fill_between(places, low, high, color=colour_of(method), alpha=0.2, linewidth=0)
+            look = look_of(method)
+            panel.plot(places, curve, label=f"{method}, predicted", **look, markersize=3, markevery=2)
+            panel.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
 
 
 def _mark_measured(panel: Any, places: Sequence[float], measured: float | None) -> None:
@@ -110,7 +111,7 @@ def _draw_measured(
     for method in seconds if "ddp" in seconds else ():
         if method != "ddp":
             gain = seconds["ddp"] / seconds[method]
-            panel.plot(here, gain, "o", color=colour_of(method), label=f"{method}, measured", zorder=3)
+            panel.plot(here, gain, label=f"{method}, measured", **look_of(method), linestyle="", markersize=9, zorder=3)
 
 
 def _gains(work: Work, cluster: Cluster) -> Mapping[str, float]:
