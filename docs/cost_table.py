@@ -1,4 +1,4 @@
-"""Writes the cost model's table of parameter servers and the ring, by number of ranks, into docs/benchmarks.md.
+"""Writes the cost model's table of parameter servers and the ring into docs/benchmarks_appendix.md, by number of ranks.
 
 Usage: python docs/cost_table.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
 
-PAGE = Path(__file__).parent / "benchmarks.md"
+PAGE = Path(__file__).parent / "benchmarks_appendix.md"
 BEGIN, END = "<!-- cost model: written by docs/cost_table.py -->", "<!-- end of cost model -->"
 
 #: 10 Gbit/s, and 50 microseconds per message.
