@@ -34,7 +34,8 @@ EXTRAPOLATED, NEAR = "#ececec", 1.3
 def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) -> None:
     """Draws the speed-up over DDP by bandwidth and by number of hosts.
 
-    Lines are predictions, with the band of the costs' errors; dots are measured. What was not measured is on grey.
+    Lines are predictions, with the band of the costs' errors; large markers are measured. What was not
+    measured is on grey.
     """
     explained = {
         "band: predictions with the measured costs' standard errors": BAND,
@@ -102,7 +103,7 @@ def _mark_measured(panel: Any, places: Sequence[float], measured: float | None) 
 def _draw_measured(
     panel: Any, here: float, predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Draws a dot for each method that was run, at its fastest, if DDP was, too."""
+    """Draws a marker for each method that was run, at its fastest, if DDP was, too."""
     rounds = rounds_of(predictions, measured) if measured else {}
     seconds: dict[str, float] = {}
     for one in predictions:
