@@ -137,8 +137,7 @@ def fit_twice(directory: Path, name: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {kind: partial(fit_badly, folder, kind) for kind in REFUSED}
     for name in METHODS:
         cases[name] = partial(fit_twice, folder, name)

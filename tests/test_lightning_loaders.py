@@ -117,8 +117,7 @@ def fit_validating(directory: Path) -> tuple[list[Any], list[int], str]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     of_fives = {"batch_size": 5, "drop_last": True}
     cases: dict[Any, Any] = {
         "order": partial(fit, folder, LOCAL, max_epochs=2),
@@ -136,8 +135,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.fixture(scope="module")
-def trained_by_four(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained_by_four(folder: Path) -> Outcomes:
     cases = {
         "order": partial(fit, folder, LOCAL, max_epochs=4),
         "injection": partial(fit, folder, {**LOCAL, "injection": (0.5, 0.5)}, loader={"batch_size": 8}, max_epochs=2),

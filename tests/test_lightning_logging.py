@@ -46,8 +46,7 @@ def fit_fetching(directory: Path, settings: dict[str, Any]) -> tuple[Any, int, s
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {
         "fetching": partial(fit_fetching, folder, {"delta": 0.1}),
         "injection": partial(fit_fetching, folder, {"injection": (0.5, 0.5)}),

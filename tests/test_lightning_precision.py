@@ -87,9 +87,9 @@ AGGREGATIONS = ("parameters", "gradients")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    run = partial(fit, tmp_path_factory.mktemp("trained"))
-    cases: dict[Any, Any] = {kind: partial(fit_refused, *run.args, kind) for kind in REFUSED}
+def trained(folder: Path) -> Outcomes:
+    run = partial(fit, folder)
+    cases: dict[Any, Any] = {kind: partial(fit_refused, folder, kind) for kind in REFUSED}
     for name, strategy in (("ddp", "ddp"), ("exact", EXACT)):
         cases[name, "overflow"] = partial(run, "overflow", strategy, scaled=True)
         for precision in ("bf16-mixed", "64-true"):

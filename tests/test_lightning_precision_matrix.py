@@ -112,8 +112,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     return launch_cases({case: partial(fit, folder, *case) for case in CASES}, 2, init=False)
 
 

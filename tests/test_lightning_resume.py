@@ -123,8 +123,7 @@ def cases_of(kind: str, folder: Path) -> dict[tuple[str, int | None], Callable[[
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     kinds = [kind for kind in LOADERS if kind not in WITH_WORKERS]
     return launch_cases({case: fit for kind in kinds for case, fit in cases_of(kind, folder).items()}, 2, init=False)
 

@@ -141,8 +141,7 @@ def line_in(outcome: dict[str, Any], name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {case: partial(fit, *case, 2, folder) for case in CASES}
     cases["rare rows"] = partial(fit, PACKAGES[0], "selsync", 2, folder, log_every_n_steps=50)
     cases["each step"] = partial(fit, PACKAGES[0], "selsync", 2, folder, log_every_n_steps=1)

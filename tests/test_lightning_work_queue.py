@@ -106,8 +106,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("trained")
+def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {one: partial(fit, folder / one[0], *one) for one in FITS}
     cases["resumed"] = partial(fit, folder / "async", "async", resume=True)
     for given, accumulated, _ in UNTIL:
