@@ -20,6 +20,7 @@ from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.transport import Transport
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
+from tests.reference_pipe_sgd import all_reduce
 
 SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 10_007]  # larger ones take the ring on 3 ranks, which has its own tests
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
@@ -130,15 +131,6 @@ def compressed(name: str) -> list[torch.Tensor]:
     return results
 
 
-def through(name: str, source: torch.Tensor) -> torch.Tensor:
-    codec = get_codec(name)
-    wire = torch.empty(codec.wire_bytes(source.numel(), source.dtype), dtype=torch.uint8)
-    codec.encode(source.contiguous(), wire)
-    target = torch.empty_like(source)
-    codec.decode(wire, target, source.dtype)
-    return target
-
-
 @cache
 def all_compressed(world_size: int) -> Outcomes:
     return launch_cases({name: partial(compressed, name) for name in LOSSY}, world_size)
@@ -150,15 +142,8 @@ def test_compressed_once_on_each_half(name: str, world_size: int) -> None:
     """Each slice: mean of decode(encode(contribution)), then decode(encode(mean)); the same bits on every rank."""
     outcomes = all_compressed(world_size)[name]
     for index, numel in enumerate((1, 7, 5000)):
-        expected = torch.empty(numel)
-        for owner in range(world_size):
-            target = shard_of(expected, owner, world_size)
-            if target.numel() == 0:
-                continue
-            total = torch.zeros_like(target)
-            for rank in range(world_size):
-                total += through(name, shard_of(values(numel, torch.float32, rank), owner, world_size))
-            target.copy_(through(name, total / world_size))
+        of_ranks = [values(numel, torch.float32, rank) for rank in range(world_size)]
+        expected = all_reduce(of_ranks, get_codec(name), None)
         for outcome in outcomes:
             assert torch.equal(outcome[index], expected)
 
