@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, Optimizer
 
 from lightning_pipesync import EAPipe
-from tests.models import batch
+from tests.models import assert_same, batch
 
 #: Indices of the layers with which the stages begin, by their number; each stage has at least one Linear.
 CUTS = {1: (), 2: (4,), 3: (2, 6), 4: (2, 4, 7)}
@@ -44,19 +44,33 @@ def train_on(engine: EAPipe, steps: Iterable[int]) -> None:
         engine.train_batch(batch(t, 0))
 
 
+def average_elastically(
+    make: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    update: Callable[[nn.Module, Optimizer, int], object],
+    num_updates: int,
+    force: float,
+) -> nn.Module:
+    """Returns the master of two replicas, which are updated in turns."""
+    master, *replicas = (make() for _ in range(3))
+    optimizers = [make_optimizer(replica) for replica in replicas]
+    for t in range(num_updates):
+        update(replicas[t % 2], optimizers[t % 2], t)
+        with torch.no_grad():
+            for p, center in zip(replicas[t % 2].parameters(), master.parameters(), strict=True):
+                difference = p - center
+                p -= force * difference
+                center += force * difference
+    return master
+
+
 def assert_equal(weights: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
     for index, (tensor, other) in enumerate(zip(weights, reference, strict=True)):
         assert torch.equal(tensor, other), f"tensor {index}: off by {(tensor - other).abs().max()}"
-
-
-def assert_same_state(model: nn.Module, other: nn.Module) -> None:
-    """Compares parameters and buffers bit for bit."""
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
 
 
 def assert_same_weights(engine: EAPipe, other: EAPipe) -> None:
     """Flushes both, and compares their models bit for bit."""
     engine.flush()
     other.flush()
-    assert_same_state(engine._model, other._model)
+    assert_same(engine._model.state_dict(), other._model.state_dict())

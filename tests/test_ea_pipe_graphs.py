@@ -21,9 +21,9 @@ from lightning_pipesync import EAPipe
 from lightning_pipesync.lightning.submodule import Submodule
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig, traced
 from lightning_pipesync.methods.pipeline import Call
-from tests.ea_pipe_runs import OPTIMIZERS, assert_same_state
+from tests.ea_pipe_runs import OPTIMIZERS
 from tests.harness import assert_refused, launch, raised
-from tests.models import batch
+from tests.models import assert_same, batch
 
 X, Y = batch(0, 0, size=6)  # six features, three classes
 
@@ -131,7 +131,7 @@ def assert_same_step(net: Net, x: Tensor = X) -> None:
     engine = engine_of(net)
     assert torch.equal(engine.train_batch((x, Y)), loss)
     engine.flush()
-    assert_same_state(eager, net)
+    assert_same(eager.state_dict(), net.state_dict())
 
 
 # --- random numbers, and other differences of the ranks ---------------------------------------------------------------

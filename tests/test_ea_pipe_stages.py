@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from lightning_pipesync import EAPipe
 from lightning_pipesync.core import layers as chain
@@ -22,6 +22,7 @@ from tests.ea_pipe_runs import (
     OPTIMIZERS,
     assert_equal,
     assert_same_weights,
+    average_elastically,
     engine_on,
     layers,
     train_on,
@@ -90,24 +91,12 @@ def test_virtual_stages_are_processes_with_any_layers() -> None:
             assert ("output" in outcome) == (rank == 0)
 
 
-def clipped_by_hand(max_norm: float) -> list[Tensor]:
-    """Elastic averaging of two replicas, each of whose gradients is clipped as a whole."""
-    master = layers()
-    replicas = [layers(), layers()]
-    optimizers = [OPTIMIZERS["sgd"](replica.parameters()) for replica in replicas]
-    for t in range(12):
-        replica, optimizer = replicas[t % 2], optimizers[t % 2]
-        x, y = batch(t, 0)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(replica(x), y).backward()
-        nn.utils.clip_grad_norm_(replica.parameters(), max_norm)
-        optimizer.step()
-        with torch.no_grad():
-            for p, center in zip(replica.parameters(), master.parameters(), strict=True):
-                difference = p - center
-                p -= 0.1 * difference
-                center += 0.1 * difference
-    return list(master.parameters())
+def update_clipped(replica: nn.Module, optimizer: Optimizer, t: int) -> None:
+    x, y = batch(t, 0)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(replica(x), y).backward()
+    nn.utils.clip_grad_norm_(replica.parameters(), 0.2)
+    optimizer.step()
 
 
 def test_clipping_takes_the_norm_over_all_stages() -> None:
@@ -115,7 +104,10 @@ def test_clipping_takes_the_norm_over_all_stages() -> None:
     engine = engine_on(model, clip_norm=0.2, elastic_force=0.1)
     train_on(engine, range(12))
     engine.flush()
-    torch.testing.assert_close(list(model.parameters()), clipped_by_hand(0.2))
+    master = average_elastically(
+        layers, lambda replica: OPTIMIZERS["sgd"](replica.parameters()), update_clipped, num_updates=12, force=0.1
+    )
+    torch.testing.assert_close(list(model.parameters()), list(master.parameters()))
 
 
 @pytest.mark.parametrize("algorithm", ASYNCHRONOUS)

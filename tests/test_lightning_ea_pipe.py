@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,13 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipesync import EAPipe, EAPipeStrategy
 from tests.case_table import Outcomes, launch_cases
-from tests.ea_pipe_runs import ASYNCHRONOUS
+from tests.ea_pipe_runs import ASYNCHRONOUS, average_elastically
 from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import (
     Classifier,
     Fetching,
     dataset,
     fit,
-    fit_on,
     make_strategy,
     scaling,
     train_loader,
@@ -69,24 +67,28 @@ def split_on(num_stages: int = 2, **settings: Any) -> dict[str, Any]:
 
 
 SYNCHRONOUS = ("gpipe", "1f1b")
+COLLECTED = ("ea_pipe", "gpipe")
 MODULE = {"optimizer": "adamw", "dropout": 0.3, "batch_norm": True}
 
 
-@cache
-def trained() -> Outcomes:
-    with TemporaryDirectory() as folder:
-        fit_by = {
-            algorithm: partial(fit, Path(folder), split_on(algorithm=algorithm), max_epochs=1, **options)
-            for algorithms, options in ((ASYNCHRONOUS, {"module": MODULE}), (SYNCHRONOUS, {"gradient_clip_val": 0.5}))
-            for algorithm in algorithms
-        }
-        return launch_cases(fit_by, 2, init=False)
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Outcomes:
+    cases: dict[Any, Any] = {
+        algorithm: partial(fit, folder, split_on(algorithm=algorithm), max_epochs=1, **options)
+        for algorithms, options in ((ASYNCHRONOUS, {"module": MODULE}), (SYNCHRONOUS, {"gradient_clip_val": 0.5}))
+        for algorithm in algorithms
+    }
+    accumulated = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
+    cases["accumulated"] = partial(fit, folder, split_on(), {"scheduler": True}, max_epochs=3, **accumulated)
+    cases |= {("collected", algorithm): partial(collect, folder, algorithm) for algorithm in COLLECTED}
+    cases |= {how: partial(how, folder) for how in (watch, evaluate_only, fit_badly)}
+    return launch_cases(cases, 2, init=False)
 
 
 @pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
-def test_trainer_is_the_engine(algorithm: str) -> None:
+def test_trainer_is_the_engine(algorithm: str, trained: Outcomes) -> None:
     """Bit for bit, dropout included; every rank has all weights, and the metrics of rank 0."""
-    outcomes = trained()[algorithm]
+    outcomes = trained[algorithm]
     weights, losses = engine_on(outcomes[0]["seen"], algorithm)
     for outcome in outcomes:
         assert torch.equal(outcome["weights"], weights)
@@ -96,8 +98,8 @@ def test_trainer_is_the_engine(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", SYNCHRONOUS)
-def test_synchronous_pipelines_are_plain_training(algorithm: str) -> None:
-    outcomes = trained()[algorithm]
+def test_synchronous_pipelines_are_plain_training(algorithm: str, trained: Outcomes) -> None:
+    outcomes = trained[algorithm]
     model = Classifier()
     optimizer = OPTIMIZERS["sgd"](model)
     for indices in outcomes[0]["seen"][::2]:  # the batches; each micro-batch of them was seen, too
@@ -113,37 +115,21 @@ def test_synchronous_pipelines_are_plain_training(algorithm: str) -> None:
         torch.testing.assert_close(outcome["weights"], model.weights())
 
 
-def test_accumulated_batches_are_one_mini_batch(tmp_path: Path) -> None:
+def test_accumulated_batches_are_one_mini_batch(trained: Outcomes) -> None:
     """Also the last ones of an epoch, which are fewer; clipped as a whole; with a schedule of learning rates."""
-    outcomes = fit_on(
-        2,
-        tmp_path,
-        split_on(),
-        {"scheduler": True},
-        max_epochs=3,
-        accumulate_grad_batches=3,
-        gradient_clip_val=0.2,
-    )
-    master = Classifier()
-    replicas = [Classifier(), Classifier()]
-    optimizers = [OPTIMIZERS["sgd"](replica) for replica in replicas]
-    step, seen = 0, outcomes[0]["seen"]
-    for epoch in range(3):
-        for start in range(0, 16, 3):
-            replica, optimizer = replicas[step % 2], optimizers[step % 2]
-            optimizer.zero_grad()
-            optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (epoch // 2)
-            for indices in seen[16 * epoch + start : 16 * epoch + min(16, start + 3)]:
-                _, x, y = dataset()[torch.tensor(indices)]
-                (nn.functional.cross_entropy(replica.model(x), y) / 3).backward()
-            nn.utils.clip_grad_norm_(replica.parameters(), 0.2)
-            optimizer.step()
-            with torch.no_grad():
-                for p, center in zip(replica.parameters(), master.parameters(), strict=True):
-                    difference = p - center
-                    p -= 0.5 * difference
-                    center += 0.5 * difference
-            step += 1
+    outcomes = trained["accumulated"]
+
+    def update(replica: Classifier, optimizer: torch.optim.Optimizer, t: int) -> None:
+        epoch, step = divmod(t, 6)
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (epoch // 2)
+        for indices in outcomes[0]["seen"][16 * epoch : 16 * (epoch + 1)][3 * step : 3 * (step + 1)]:
+            _, x, y = dataset()[torch.tensor(indices)]
+            (nn.functional.cross_entropy(replica.model(x), y) / 3).backward()
+        nn.utils.clip_grad_norm_(replica.parameters(), 0.2)
+        optimizer.step()
+
+    master = average_elastically(Classifier, OPTIMIZERS["sgd"], update, num_updates=18, force=0.5)
     for outcome in outcomes:
         assert outcome["steps"] == 18
         torch.testing.assert_close(outcome["weights"], master.weights())
@@ -231,9 +217,9 @@ def watch(directory: Path) -> dict[str, Any]:
     }
 
 
-def test_all_ranks_find_the_metrics_of_rank_0(tmp_path: Path) -> None:
+def test_all_ranks_find_the_metrics_of_rank_0(trained: Outcomes) -> None:
     """Early stopping, checkpoints of the best, schedulers on plateaus and metric objects behave as on one process."""
-    first, second = launch(watch, 2, tmp_path, init=False)
+    first, second = trained[watch]
     for name in ("fitted", "tested", "computed", "best", "often", "steps", "lr"):
         assert first[name] == second[name], name
     assert torch.equal(first["weights"], second["weights"])
@@ -311,30 +297,24 @@ class Bad(Classifier):
 
 
 def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
-    kinds = {
-        "module=": Bad("two"),
-        "has none": Bad("none"),
-        "automatic_optimization": Bad("manual"),
+    cases: dict[str, tuple[Classifier, dict[str, Any], dict[str, Any]]] = {
+        "module=": (Bad("two"), {}, {}),
+        "has none": (Bad("none"), {}, {}),
+        "automatic_optimization": (Bad("manual"), {}, {}),
+        "StochasticWeightAveraging averages": (Bad(""), {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
+        "16-mixed": (Bad(""), {}, {"plugins": [scaling()]}),
+        "loader's iterator": (Fetching(), {}, {}),
+        "split": (Bad(""), {"split": (1, 2)}, {}),
     }
     found = {}
-    for words, model in kinds.items():
-        run = trainer(EAPipeStrategy(), 2, directory)
-        found[words] = raised(lambda run=run, model=model: run.fit(model, train_loader()))
-    for words, options in (
-        ("StochasticWeightAveraging averages", {"callbacks": [StochasticWeightAveraging(0.1)]}),
-        ("16-mixed", {"plugins": [scaling()]}),
-    ):
-        run = trainer(EAPipeStrategy(), 2, directory, **options)
-        found[words] = raised(lambda run=run: run.fit(Bad(""), train_loader()))
-    run = trainer(EAPipeStrategy(), 2, directory)
-    found["loader's iterator"] = raised(lambda run=run: run.fit(Fetching(), train_loader()))
-    run = trainer(EAPipeStrategy(split=(1, 2)), 2, directory)
-    found["split"] = raised(lambda: run.fit(Bad(""), train_loader()))
+    for words, (model, settings, options) in cases.items():
+        run = trainer(EAPipeStrategy(**settings), 2, directory, **options)
+        found[words] = raised(partial(run.fit, model, train_loader()))
     return found
 
 
-def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for outcomes in launch(fit_badly, 2, tmp_path, init=False):
+def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(trained: Outcomes) -> None:
+    for outcomes in trained[fit_badly]:
         assert_refused(outcomes)
 
 
@@ -426,12 +406,9 @@ def collect(directory: Path, algorithm: str) -> dict[str, Any]:
     }
 
 
-def test_collected_outputs_and_random_numbers(tmp_path: Path) -> None:
-    algorithms = ("ea_pipe", "gpipe")
-    cases = {algorithm: partial(collect, tmp_path, algorithm) for algorithm in algorithms}
-    outcomes = launch_cases(cases, 2, init=False)
-    for algorithm in algorithms:
-        first, second = outcomes[algorithm]
+def test_collected_outputs_and_random_numbers(trained: Outcomes) -> None:
+    for algorithm in COLLECTED:
+        first, second = trained["collected", algorithm]
         assert first["metrics"] == second["metrics"]
         assert "collected" in first["metrics"]
         assert torch.equal(first["weights"], second["weights"])
@@ -448,8 +425,8 @@ def evaluate_only(directory: Path) -> list[Any]:
     return [validated, float(run.callback_metrics["val_loss"]), run.predict(model, val_loader())]
 
 
-def test_evaluation_without_training(tmp_path: Path) -> None:
-    first, second = launch(evaluate_only, 2, tmp_path, init=False)
+def test_evaluation_without_training(trained: Outcomes) -> None:
+    first, second = trained[evaluate_only]
     model = Classifier()
     _, x, y = dataset()[:]
     with torch.no_grad():
