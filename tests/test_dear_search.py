@@ -177,8 +177,7 @@ def compressed(update: str) -> tuple[dict[str, Tensor], float]:
 def sum_of_residuals(sync: DeAR) -> float:
     total = torch.zeros(1, dtype=torch.float64)
     for bucket in sync._fused.buckets:
-        for residuals in bucket.residuals_of_shard().values():
-            total += sum(values.double().sum() for values in residuals.values())
+        total += sum(state["residual"].double().sum() for state in bucket.residuals_of_shard().values())
     dist.all_reduce(total)
     return float(total)
 

@@ -31,7 +31,7 @@ def assert_pairs(outcomes: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) ->
         assert_same(actual, outcomes[0][1])
 
 
-def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def stopped_and_resumed(settings: dict[str, Any], former: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Trains 2 * STEPS steps at once, and with a new DeAR in the middle."""
 
     def begin() -> Run:
@@ -44,6 +44,8 @@ def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], di
     first.steps(range(STEPS))
     first.sync.flush()
     weights, saved, kept = state(first.model), first.sync.state_dict(), first.sync.optimizer_state_dict()
+    for bucket in saved["buckets"] if former else ():
+        bucket["feedback"]["shard"] = torch.zeros(1)
     first.sync.detach()
     second = begin()
     second.model.load_state_dict(weights)
@@ -58,12 +60,17 @@ def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], di
     [
         {},
         {"update": "replicated", "compression": "int8"},
+        {"compression": "int8"},
         {"compression": "int8", "error_feedback": False},
     ],
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
     assert_pairs(on_ranks(stopped_and_resumed, 2, settings))
+
+
+def test_a_former_state_with_an_unused_residual_resumes() -> None:
+    assert_pairs(on_ranks(stopped_and_resumed, 2, {"compression": "int8"}, True))
 
 
 def written_from_outside(settings: dict[str, Any]) -> bool:
@@ -174,6 +181,38 @@ def test_optimizer_state_is_divided_by_the_number_of_ranks() -> None:
     [whole, *_] = on_ranks(bytes_of_state, 4, False)
     for own in on_ranks(bytes_of_state, 4, True):
         assert own == pytest.approx(whole / 4, rel=0.01)
+
+
+def copies_of_the_model(settings: dict[str, Any]) -> float:
+    """What buckets with a lossy codec allocate beside weights and gradients on this rank, in sizes of the model."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    sync = DeAR(model, SGD(model.parameters(), lr=0.1), compression="int8", fusion="layers", num_layers=2, **settings)
+    model(torch.ones(1, 64)).sum().backward()
+    sync.step()
+    sync.synchronize()
+    holders = [holder for bucket in sync._fused.buckets for holder in (bucket, *bucket.feedback) if holder]
+    tensors = [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
+    allocated = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    saved = [bucket["feedback"] for bucket in sync.state_dict()["buckets"] if "feedback" in bucket]
+    assert all(("shard" in residuals) == (settings["update"] == "replicated") for residuals in saved)
+    sync.detach()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return sum(allocated.values()) / size - 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"update": "sharded"}, 1 + 1 / 4 + 1 + 1 / 4),  # difference, updated shard; residuals of gradient and shard
+        ({"update": "sharded", "error_feedback": False}, 1 + 1 / 4),
+        ({"update": "replicated"}, 1 + 1 / 4),  # residuals of gradient and shard
+        ({"update": "replicated", "error_feedback": False}, 0),
+    ],
+    ids=str,
+)
+def test_memory_of_a_lossy_codec(settings: dict[str, Any], copies: float) -> None:
+    """As docs/dear.md has it."""
+    assert on_ranks(copies_of_the_model, 4, settings) == [copies] * 4
 
 
 def load_at_once(update: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

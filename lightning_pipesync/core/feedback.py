@@ -19,20 +19,25 @@ class ErrorFeedback:
 
     Attributes:
         contribution: residual of this rank's values, shape ``[numel]``.
-        shard: residual of the reduced shard that this rank owns, shape ``[ceil(numel / world_size)]``.
+        shard: residual of the reduced shard that this rank owns, shape ``[ceil(numel / world_size)]``; None if only
+            the reduce-scatter compresses.
     """
 
-    def __init__(self, flat: Tensor, world_size: int) -> None:
+    def __init__(self, flat: Tensor, world_size: int, gathered: bool = True) -> None:
         dtype = accumulation_dtype(flat.dtype)
         self.contribution = torch.zeros(flat.numel(), dtype=dtype, device=flat.device)
-        self.shard = torch.zeros(shard_numel(flat.numel(), world_size), dtype=dtype, device=flat.device)
+        self.shard: Tensor | None = None
+        if gathered:
+            self.shard = torch.zeros(shard_numel(flat.numel(), world_size), dtype=dtype, device=flat.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"contribution": self.contribution, "shard": self.shard}
+        state = {"contribution": self.contribution}
+        return state if self.shard is None else {**state, "shard": self.shard}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.contribution.copy_(state["contribution"])
-        self.shard.copy_(state["shard"])
+        if self.shard is not None:
+            self.shard.copy_(state["shard"])
 
 
 def encode_with_feedback(codec: Codec, source: Tensor, wire: Tensor, residual: Tensor | None) -> None:

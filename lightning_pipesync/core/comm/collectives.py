@@ -175,9 +175,13 @@ class Collectives:
             return self._torus.shard_slice(numel, rank)
         return shard_slice(numel, rank, self.world_size)
 
-    def feedback(self, flat: Tensor) -> ErrorFeedback:
-        """Returns new residuals for ``flat``, on the device where it is encoded."""
-        return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size)
+    def feedback(self, flat: Tensor, gathered: bool = True) -> ErrorFeedback:
+        """Returns new residuals for ``flat``, on the device where it is encoded.
+
+        Args:
+            gathered: whether it is all-gathered, too, and not only reduce-scattered.
+        """
+        return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size, gathered)
 
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""

@@ -204,7 +204,8 @@ class GlooExchange:
 
         own = slices[self._rank]
         wires = [self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for piece in slices]
-        encode_with_feedback(codec, own, wires[self._rank], None if feedback is None else feedback.shard[: own.numel()])
+        residual = None if feedback is None or feedback.shard is None else feedback.shard[: own.numel()]
+        encode_with_feedback(codec, own, wires[self._rank], residual)
         codec.decode(wires[self._rank], own, flat.dtype)  # the owner, too, uses the values that the others decode
         encoded = self._gather_slices(tag, wires)
 

@@ -97,7 +97,8 @@ class NcclExchange:
             done = self._stream.record_event()
         residuals = [] if feedback is None else [feedback.contribution, feedback.shard]
         for tensor in (flat, *residuals):
-            tensor.record_stream(self._stream)  # the allocator must not reuse its memory before this stream is done
+            if tensor is not None:  # the allocator must not reuse its memory before this stream is done
+                tensor.record_stream(self._stream)
 
         def wait() -> Tensor:
             torch.cuda.current_stream(self._device).wait_event(done)

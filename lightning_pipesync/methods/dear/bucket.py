@@ -49,7 +49,7 @@ class FusedBucket(GradientBucket):
         for tensor, view in zip(self.parameters, self.values.views, strict=True):
             tensor.data = view
         if config.uses_error_feedback:
-            self.use_error_feedback()
+            self.use_error_feedback(gathered=not self.sharded)
         [self._feedback] = self.feedback
         # Weights that a lossy codec rounds at every step would not move. So it encodes their difference to the weights
         # that all ranks have. With error feedback its error is added to the weights before the next update.
@@ -127,13 +127,9 @@ class FusedBucket(GradientBucket):
             self._feedback.load_state_dict(state["feedback"])
 
     def residuals_of_shard(self) -> dict[str, dict[str, Tensor]]:
-        """Returns views of the residuals of this rank's shard, by parameter and kind."""
-        residuals: dict[str, dict[str, Tensor]] = {}
-        of_feedback = None if self._feedback is None else self._feedback.shard
-        for kind, shard in (("weights", self._dropped), ("feedback", of_feedback)):
-            for name, values in ({} if shard is None else self._in_shard(shard)).items():
-                residuals.setdefault(name, {})[kind] = values
-        return residuals
+        """Returns views of the residual of what this rank all-gathers, by parameter, as :func:`reshard` takes them."""
+        residual = self._dropped if self._feedback is None or self.sharded else self._feedback.shard
+        return {} if residual is None else {name: {"residual": v} for name, v in self._in_shard(residual).items()}
 
     def residuals_of_gradients(self) -> dict[str, Tensor]:
         """Returns views of the residuals of this rank's gradients, by parameter."""
@@ -143,9 +139,8 @@ class FusedBucket(GradientBucket):
 
     def load_residuals(self, of_shard: Mapping[str, Mapping[str, Tensor]], of_gradients: Mapping[str, Tensor]) -> None:
         """Copies the residuals of the same parameters in other buckets."""
-        for name, kinds in self.residuals_of_shard().items():
-            for kind, values in kinds.items():
-                values.copy_(of_shard[name][kind])
+        for name, state in self.residuals_of_shard().items():
+            state["residual"].copy_(of_shard[name]["residual"])
         for name, values in self.residuals_of_gradients().items():
             values.copy_(of_gradients[name])
 

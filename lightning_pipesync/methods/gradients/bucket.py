@@ -51,9 +51,9 @@ class GradientBucket:
     def num_gradients(self) -> int:
         return sum(parameter.requires_grad for parameter in self.parameters)
 
-    def use_error_feedback(self) -> None:
-        """Adds the error of a lossy codec to what is sent next."""
-        self.feedback = [self._collectives.feedback(piece) for piece in self.pieces]
+    def use_error_feedback(self, gathered: bool = True) -> None:
+        """Adds the error of a lossy codec to what is sent next; ``gathered`` as of :meth:`Collectives.feedback`."""
+        self.feedback = [self._collectives.feedback(piece, gathered) for piece in self.pieces]
 
     def reduce(self, queue: CommQueue, requires: Queued[Any] | None = None) -> None:
         """Packs the gradients, zeros for missing ones, and queues their average, after ``requires``."""
