@@ -26,7 +26,7 @@ from lightning_pipesync.lab.bench.tasks import Task, evaluations
 
 #: One training: method, learning rate, seed.
 Member = tuple[str, float, int]
-#: The most sets of weights in one batch of trainings, which fit into a processor's caches.
+#: Maximum number of sets of weights in one batch of trainings, which fit into a processor's caches.
 MOST_MODELS = 240
 
 

@@ -26,20 +26,22 @@ def simulate(
     make_outer: Callable[[list[Tensor]], Optimizer] | None = None,
     fragments: Sequence[Sequence[str]] | None = None,
     overlap_steps: int = 0,
-    own_share: float | str = 0.0,
+    mixing_factor: float | str = 0.0,
     elastic_force: float = 0.0,
     group_size: int = 1,
 ) -> tuple[list[nn.Module], nn.Module]:
-    """Returns the replicas, one for each group of ranks, and the agreed weights.
+    """Returns the replicas, one for each group of ranks, and the global weights.
 
     `fragments` are the names of the parameters of each; the gradients of all ranks are averaged in the warm-up, those
     of a group later, the weights of `participants` replicas in a round.
     """
     replicas = [copy.deepcopy(model) for _ in range(world_size // group_size)]
     optimizers = [make_optimizer(replica) for replica in replicas]
-    agreed = copy.deepcopy(model)
+    global_model = copy.deepcopy(model)
     pieces = fragments or [[name for name, _ in model.named_parameters()]]
-    outer = [make_outer([agreed.get_parameter(name) for name in piece]) if make_outer else None for piece in pieces]
+    outer = [
+        make_outer([global_model.get_parameter(name) for name in piece]) if make_outer else None for piece in pieces
+    ]
     arriving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by step and fragment
     starts: dict[int, list[nn.Module]] = {}  # the replicas when the average of a fragment started
     for step in range(1 - warmup_steps, num_steps - warmup_steps + 1):
@@ -56,25 +58,25 @@ def simulate(
                 p.grad = mean(values)
             optimizers[n].step()
         if step == 0:
-            agreed.load_state_dict(replicas[0].state_dict())
+            global_model.load_state_dict(replicas[0].state_dict())
         if step <= 0:
             continue
         with torch.no_grad():
             for f, piece in enumerate(pieces):
-                if overlap_steps and (step, f) in arriving and own_share == "progress":
+                if overlap_steps and (step, f) in arriving and mixing_factor == "progress":
                     add_progress(replicas, arriving.pop((step, f)), starts[f])
                 elif overlap_steps and (step, f) in arriving:
-                    apply(replicas, arriving.pop((step, f)), float(own_share))
+                    apply(replicas, arriving.pop((step, f)), float(mixing_factor))
                 if step % period == (f + 1) * period // len(pieces) % period:
                     starts[f] = copy.deepcopy(replicas)
                     ranks = chosen(participants, len(replicas), step, period)
-                    result = exchange(replicas, agreed, piece, outer[f], ranks, elastic_force)
+                    result = exchange(replicas, global_model, piece, outer[f], ranks, elastic_force)
                     arriving[step + overlap_steps, f] = {} if elastic_force else result
                 if not overlap_steps and (step, f) in arriving:
                     apply(replicas, arriving.pop((step, f)), 0.0)
             if step % period == 0:
                 average([list(replica.buffers()) for replica in replicas])
-    return replicas, agreed
+    return replicas, global_model
 
 
 def chosen(participants: int | None, number: int, step: int, period: int) -> list[int]:
@@ -86,16 +88,16 @@ def chosen(participants: int | None, number: int, step: int, period: int) -> lis
 
 def exchange(
     replicas: Sequence[nn.Module],
-    agreed: nn.Module,
+    global_model: nn.Module,
     piece: Sequence[str],
     outer: Optimizer | None,
     ranks: Sequence[int],
     elastic_force: float,
 ) -> dict[str, Tensor]:
-    """Averages a fragment of the replicas, and moves the agreed weights; returns what the replicas continue from."""
+    """Averages a fragment of the replicas, and moves the global weights; returns what the replicas continue from."""
     result = {}
     for name in piece:
-        weights = agreed.get_parameter(name)
+        weights = global_model.get_parameter(name)
         own = [replica.get_parameter(name) for replica in replicas]
         if outer is None:  # FedAvg
             total = sum(p.detach() if n in ranks else torch.zeros_like(p) for n, p in enumerate(own))
@@ -107,16 +109,16 @@ def exchange(
                 p.add_(movement, alpha=-elastic_force)
     if outer is not None:
         outer.step()  # line 14; EASGD, Eq. 6 with a learning rate of ranks times force
-        result = {name: agreed.get_parameter(name).detach().clone() for name in piece}
+        result = {name: global_model.get_parameter(name).detach().clone() for name in piece}
     return result
 
 
-def apply(replicas: Sequence[nn.Module], result: dict[str, Tensor], own_share: float) -> None:
-    """Streaming DiLoCo, Eq. 3: blends a rank's own weights and the agreed ones."""
+def apply(replicas: Sequence[nn.Module], result: dict[str, Tensor], mixing_factor: float) -> None:
+    """Streaming DiLoCo, Eq. 3: blends a rank's own weights and the global ones."""
     for name, value in result.items():
         for replica in replicas:
             parameter = replica.get_parameter(name)
-            parameter.copy_(torch.lerp(parameter, value, 1 - own_share) if own_share else value)
+            parameter.copy_(torch.lerp(parameter, value, 1 - mixing_factor) if mixing_factor else value)
 
 
 def add_progress(replicas: Sequence[nn.Module], result: dict[str, Tensor], starts: Sequence[nn.Module]) -> None:

@@ -31,7 +31,7 @@ def simulate(
     elastic: float = 0.0,
     average_states: bool = False,
     overlap_steps: int = 0,
-    own_share: float = 0.0,
+    mixing_factor: float = 0.0,
     dropped: Collection[int] = (),
     flushes: Collection[int] = (),
     back: Mapping[int, int] = MappingProxyType({}),
@@ -44,8 +44,8 @@ def simulate(
     """
     replicas = {rank: copy.deepcopy(model) for rank in range(world_size)}
     optimizers = {rank: make_optimizer(replica) for rank, replica in replicas.items()}
-    agreed = copy.deepcopy(model)
-    weights = list(agreed.parameters())
+    global_model = copy.deepcopy(model)
+    weights = list(global_model.parameters())
     outer = make_outer(weights, world_size) if make_outer else None
     arriving: dict[int, list[Tensor]] = {}
     for step in range(1, num_steps + 1):
@@ -61,7 +61,7 @@ def simulate(
             loss(replica, step - 1, rank).backward()
             optimizers[rank].step()
         if overlap_steps and step in arriving:
-            blend(replicas.values(), arriving[step], own_share)
+            blend(replicas.values(), arriving[step], mixing_factor)
         if step % period:
             continue
         ranks = sorted(replicas)
@@ -74,7 +74,7 @@ def simulate(
         if step in dropped:
             continue
         force = elastic / len(replicas)
-        exchange(list(replicas.values()), agreed, outer, participation, force, (step - 1) // period)
+        exchange(list(replicas.values()), global_model, outer, participation, force, (step - 1) // period)
         if overlap_steps:
             arriving[step + overlap_steps] = [p.detach().clone() for p in weights]
         elif not force:
@@ -88,16 +88,16 @@ def simulate(
 @torch.no_grad()
 def exchange(
     replicas: Sequence[nn.Module],
-    agreed: nn.Module,
+    global_model: nn.Module,
     outer: Optimizer | None,
     participation: float,
     force: float,
     round_: int,
 ) -> None:
-    """Moves the agreed weights, and has them attract the replicas."""
+    """Moves the global weights, and has them attract the replicas."""
     number = max(1, int(participation * len(replicas) + 1e-9))
     drawn = random.Random(round_).sample(range(len(replicas)), number) if number < len(replicas) else range(number)
-    for weights, *own in zip(agreed.parameters(), *(replica.parameters() for replica in replicas), strict=True):
+    for weights, *own in zip(global_model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
         if outer is None:  # FedAvg
             weights.copy_(sum(p if n in drawn else torch.zeros_like(p) for n, p in enumerate(own)) / number)
         else:  # DiLoCo, Algorithm 1, line 12; EASGD, Eq. 5
@@ -110,11 +110,11 @@ def exchange(
 
 
 @torch.no_grad()
-def blend(replicas: Collection[nn.Module], values: Sequence[Tensor], own_share: float) -> None:
-    """Streaming DiLoCo, Eq. 3: blends a rank's own weights and the agreed ones."""
+def blend(replicas: Collection[nn.Module], values: Sequence[Tensor], mixing_factor: float) -> None:
+    """Streaming DiLoCo, Eq. 3: blends a rank's own weights and the global ones."""
     for replica in replicas:
         for p, value in zip(replica.parameters(), values, strict=True):
-            p.copy_(torch.lerp(p, value, 1 - own_share) if own_share else value)
+            p.copy_(torch.lerp(p, value, 1 - mixing_factor) if mixing_factor else value)
 
 
 def momentum_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:

@@ -78,8 +78,8 @@ def simulate(
     replicas = [copy.deepcopy(model) for _ in range(world_size)]  # line 3
     optimizers = [make_optimizer(replica) for replica in replicas]
     squared_norms: list[list[float]] = [[] for _ in replicas]
-    agreed = copy.deepcopy(model)
-    outer = torch.optim.SGD(agreed.parameters(), outer_lr or 1.0, outer_momentum, nesterov=outer_momentum > 0)
+    global_model = copy.deepcopy(model)
+    outer = torch.optim.SGD(global_model.parameters(), outer_lr or 1.0, outer_momentum, nesterov=outer_momentum > 0)
     threshold = 0.01 * smoothing if isinstance(delta, str) else delta
     synchronized, changes = [], []
     for i in range(num_steps):  # line 4
@@ -105,12 +105,12 @@ def simulate(
         if any(flags):  # lines 15 to 17
             with torch.no_grad():
                 if outer_lr is not None:  # DiLoCo, Algorithm 1, lines 12 to 14
-                    for parameters in zip(*(m.parameters() for m in (agreed, *replicas)), strict=True):
+                    for parameters in zip(*(m.parameters() for m in (global_model, *replicas)), strict=True):
                         weights, *own = parameters
                         weights.grad = -mean([p - weights for p in own])
                     outer.step()
                     for replica in replicas:
-                        for p, weights in zip(replica.parameters(), agreed.parameters(), strict=True):
+                        for p, weights in zip(replica.parameters(), global_model.parameters(), strict=True):
                             p.copy_(weights)
                 elif aggregation == "parameters":
                     average([list(replica.parameters()) for replica in replicas])

@@ -1,4 +1,4 @@
-"""An import goes down the storeys of docs/architecture.md, and no storey knows a framework that is not its own."""
+"""An import goes down the layers of docs/architecture.md, and no layer knows a framework that is not its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "lightning_pipesync"
 #: From below to above.
-STOREYS = [
+LAYERS = [
     ["core"],
     ["data"],
     ["methods"],
@@ -29,7 +29,7 @@ ADAPTERS = {
     "ray": {"ray"},
     "lab": {"lightning", "pytorch_lightning", "transformers"},  # plans in a Trainer, and takes models
 }
-FLOOR = {name: floor for floor, names in enumerate(STOREYS) for name in names}
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -44,9 +44,9 @@ def imports_of(path: Path) -> Iterator[str]:
                 yield from (f"lightning_pipesync.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("storey", FLOOR)
-def test_imports_go_down(storey: str) -> None:
-    files = sorted((ROOT / storey).rglob("*.py"))
+@pytest.mark.parametrize("layer", LEVEL)
+def test_imports_go_down(layer: str) -> None:
+    files = sorted((ROOT / layer).rglob("*.py"))
     assert files
     for path in files:
         for name in imports_of(path):
@@ -54,14 +54,14 @@ def test_imports_go_down(storey: str) -> None:
             assert package not in {"benchmarks", "examples", "tests"}, f"{path.relative_to(ROOT)} imports {name}"
             if package == "lightning_pipesync" and rest:
                 other = rest.partition(".")[0]
-                below = FLOOR.get(other, len(STOREYS)) < FLOOR[storey]
-                assert other == storey or below, f"{path.relative_to(ROOT)} imports {name}"
+                below = LEVEL.get(other, len(LAYERS)) < LEVEL[layer]
+                assert other == layer or below, f"{path.relative_to(ROOT)} imports {name}"
             elif package in FRAMEWORKS:
-                assert package in ADAPTERS.get(storey, ()), f"{path.relative_to(ROOT)} imports {name}"
+                assert package in ADAPTERS.get(layer, ()), f"{path.relative_to(ROOT)} imports {name}"
 
 
-def test_every_folder_is_on_a_floor() -> None:
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FLOOR)
+def test_every_folder_is_on_a_level() -> None:
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(LEVEL)
 
 
 def test_only_the_command_opens_the_laboratory() -> None:

@@ -35,9 +35,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "outer Adam": ("sgd", {"period": 3, "outer_optimizer": "adam", "outer_lr": 0.01}),
     "streaming": (
         "sgd",
-        {"period": 4, "fragments": 2, "overlap_steps": 3, "own_share": 0.3, "outer_optimizer": "nesterov"},
+        {"period": 4, "fragments": 2, "overlap_steps": 3, "mixing_factor": 0.3, "outer_optimizer": "nesterov"},
     ),
-    "streaming averages": ("sgd", {"period": 3, "fragments": 2, "overlap_steps": 3, "own_share": 0.5}),
+    "streaming averages": ("sgd", {"period": 3, "fragments": 2, "overlap_steps": 3, "mixing_factor": 0.5}),
     "CoCoD-SGD": ("sgd", {"period": 4, "overlap_steps": 4}),
     "streaming, with the progress since": (
         "adamw",
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def for_reference(settings: dict[str, Any], replicas: int, fragments: list[list[str]]) -> dict[str, Any]:
     """Returns what the simulation is given."""
     given = {key: settings[key] for key in ("period", "warmup_steps", "overlap_steps") if key in settings}
-    given["own_share"] = settings.get("own_share", "progress")
+    given["mixing_factor"] = settings.get("mixing_factor", "progress")
     if "fragments" in settings:
         given["fragments"] = fragments
     if "participation" in settings:
@@ -90,11 +90,11 @@ def test_follows_the_papers(name: str, world_size: int) -> None:
     optimizer, settings = CASES[name]
     reference = for_reference(settings, world_size, [FIRST, SECOND])
     model, make_optimizer = seeded_mlp(batch_norm=True), OPTIMIZERS[optimizer]
-    replicas, agreed = simulate(model, make_optimizer, loss, world_size=world_size, num_steps=STEPS, **reference)
+    replicas, global_model = simulate(model, make_optimizer, loss, world_size=world_size, num_steps=STEPS, **reference)
     for rank, outcome in enumerate(on_ranks(train, world_size, optimizer, settings)):
         assert_same(outcome["own"], state(replicas[rank]), rank)
         if "elastic_force" in reference:
-            center = {key: p.detach() for key, p in agreed.named_parameters()}
+            center = {key: p.detach() for key, p in global_model.named_parameters()}
             assert_same(outcome["consolidated"], center, rank)
 
 
@@ -180,8 +180,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"elastic_force": 1.5}, ["elastic_force", "1.5"]),
     ({"outer_optimizer": "elastic", "elastic_force": 0.6}, ["elastic_force=0.6", "2 replicas", "0.5"]),
     ({"participation": 0.5, "compression": "int8"}, ["participation=0.5", "int8"]),
-    ({"own_share": 2.0}, ["own_share", "2.0"]),
-    ({"own_share": "half"}, ["own_share", "'half'", "'progress'"]),
+    ({"mixing_factor": 2.0}, ["mixing_factor", "2.0"]),
+    ({"mixing_factor": "half"}, ["mixing_factor", "'half'", "'progress'"]),
     ({"lr_scale": 0.0}, ["lr_scale", "0.0"]),
     ({"lr_scale": "large"}, ["lr_scale", "'large'"]),
 ]

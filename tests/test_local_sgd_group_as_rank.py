@@ -51,7 +51,7 @@ def train(settings: dict[str, Any], group_size: int) -> tuple[list[dict[str, Ten
     [
         {"period": 3, "compression": "int8", "outer_optimizer": "nesterov"},
         {"period": 3, "compression": "int8", "error_feedback": False},
-        {"period": 4, "compression": "int4", "fragments": 2, "overlap_steps": 2, "own_share": 0.5},
+        {"period": 4, "compression": "int4", "fragments": 2, "overlap_steps": 2, "mixing_factor": 0.5},
         {"period": 2, "participation": 0.5},
         {"period": "selsync", "delta": 0.2, "smoothing": 0.5},
         {"period": 3, "lr_scale": "auto"},

@@ -148,7 +148,7 @@ FATES: dict[str, Callable[[Path], object]] = {
     "states": lambda _: when_called(ReplicaUnit, "_average_states", ROUND, die_in_gather),
     "buffers": lambda _: when_called(NonTrainableTensors, "average", ROUND, die_in_gather),
     "flush": lambda _: when_called(Fragments, "check_consolidation", 0, die_in_gather),
-    "loading": lambda _: when_called(ReplicatedTensors, "agree_on_present", 0, die),
+    "loading": lambda _: when_called(ReplicatedTensors, "reset_global_weights", 0, die),
     "new groups": lambda _: when_called(Recovery, "_regroup", 0, die),
     "new shards": lambda _: when_called(lost_ranks, "map_tensors", 0, die_in_sum),
     "under way": under_way,
@@ -341,7 +341,7 @@ def test_each_algorithm_goes_on_twice(tmp_path: Path) -> None:
 
 def test_further_phases(tmp_path: Path) -> None:
     """The buffers' average, a flush, optimizer states, an average under way, weights that were loaded."""
-    streaming = {"overlap_steps": 2, "own_share": 0.3}
+    streaming = {"overlap_steps": 2, "mixing_factor": 0.3}
     phases = ["under way", "under way, flag"]
     streamed = {
         phase: Job(

@@ -17,8 +17,8 @@ from tests.models import OPTIMIZERS, Run, loss, seeded_mlp, state
 STREAMING: dict[str, Any] = {"period": 4, "overlap_steps": 3, "outer_optimizer": "nesterov", "compression": "int8"}
 
 
-def agreed(sync: LocalSGD) -> Tensor:
-    return torch.cat(sync._units[0].replicas.agreed.flats)
+def global_weights(sync: LocalSGD) -> Tensor:
+    return torch.cat(sync._units[0].replicas.global_weights.flats)
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -26,11 +26,11 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def load_under_an_average() -> tuple[Tensor, Tensor]:
-    run = Run(LocalSGD, **STREAMING, own_share=0.0)
+    run = Run(LocalSGD, **STREAMING, mixing_factor=0.0)
     run.steps(range(4))
     run.model.load_state_dict(state(seeded_mlp(seed=7)))
     run.steps(range(4, 7))
-    outcome = agreed(run.sync).clone(), weights(run.model)
+    outcome = global_weights(run.sync).clone(), weights(run.model)
     run.sync.detach()
     return outcome
 
@@ -96,7 +96,7 @@ def resume_with(settings: dict[str, Any]) -> tuple[tuple[str, str] | None, Tenso
     refused = raised(lambda: run.sync.load_state_dict(own))
     run.steps(range(5, 13))
     run.sync.flush()
-    outcome = refused, agreed(run.sync).clone(), weights(run.model)
+    outcome = refused, global_weights(run.sync).clone(), weights(run.model)
     run.sync.detach()
     return outcome
 
@@ -123,7 +123,7 @@ def rewind_into_the_warm_up() -> tuple[bool, Tensor, Tensor]:
     run.steps(range(2, 4))
     in_warm_up, diverged = weights(run.model), run.sync.diverged
     run.steps(range(4, 10))
-    outcome = diverged, in_warm_up, agreed(run.sync).clone()
+    outcome = diverged, in_warm_up, global_weights(run.sync).clone()
     run.sync.detach()
     return outcome
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipesync.methods.replicas.agreed import OuterStep
+from lightning_pipesync.methods.replicas.global_weights import OuterStep
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import assert_raised, on_ranks, raised
 from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
@@ -26,17 +26,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9), (1.3, 0.3)])
 def test_its_arithmetic_is_that_of_sgd_with_nesterov_momentum(lr: float, momentum: float) -> None:
     torch.manual_seed(0)
-    agreed = [torch.randn(1000), torch.randn(30)]
-    expected = [weights.clone().requires_grad_() for weights in agreed]
+    global_weights = [torch.randn(1000), torch.randn(30)]
+    expected = [weights.clone().requires_grad_() for weights in global_weights]
     make = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
-    optimizer, outer = make(expected), OuterStep(agreed, make)
+    optimizer, outer = make(expected), OuterStep(global_weights, make)
     for _ in range(5):
-        movements = [torch.randn_like(weights) for weights in agreed]
+        movements = [torch.randn_like(weights) for weights in global_weights]
         for index, (weights, movement) in enumerate(zip(expected, movements, strict=True)):
             weights.grad = -movement
-            assert outer.step(index, movement) is agreed[index]
+            assert outer.step(index, movement) is global_weights[index]
         optimizer.step()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(agreed, expected, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(global_weights, expected, strict=True))
 
 
 def test_a_state_of_an_earlier_version_is_refused() -> None:

@@ -138,6 +138,7 @@ def test_former_names_and_values_are_accepted_with_a_warning() -> None:
     ("method", "former", "present"),
     [
         ("local_sgd", "replicas_per_group", "ranks_per_replica"),
+        ("local_sgd", "own_share", "mixing_factor"),
         ("ea_pipe", "sync_period", "period"),
         ("parameter_server", "sync_period", "period"),
     ],
@@ -145,10 +146,10 @@ def test_former_names_and_values_are_accepted_with_a_warning() -> None:
 def test_renamed_settings_of_methods_are_accepted_from_code_and_from_files(
     method: str, former: str, present: str
 ) -> None:
-    for make, value in ((make_config, 2), (parse_config, "2")):
+    for make, value in ((make_config, 1), (parse_config, "1")):
         with pytest.warns(FutureWarning, match=f"Set {present}=.* in place of {former}="):
             config = make(method, {former: value})
-        assert getattr(config, present) == 2
+        assert getattr(config, present) == 1
 
 
 def test_the_former_name_of_the_work_queue_is_accepted() -> None:

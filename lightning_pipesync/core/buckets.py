@@ -22,9 +22,9 @@ class Fusion:
     """How tensors are fused: by size or by layers; with neither, every tensor has its own bucket.
 
     Attributes:
-        bucket_mb: the most MiB of a bucket (DeAR-FB). A larger tensor has its own bucket.
-        edge_mb: the most MiB of the first and of the last bucket. From both ends inwards buckets grow by a factor of up
-            to 2, until ``bucket_mb``. None: all buckets have the same limit.
+        bucket_mb: maximum bucket size in MiB (DeAR-FB). A larger tensor has its own bucket.
+        edge_mb: maximum size in MiB of the first and of the last bucket. From both ends inwards buckets grow by a
+            factor of up to 2, until ``bucket_mb``. None: all buckets have the same limit.
         num_layers: a bucket holds the tensors of this many layers (DeAR-NL).
 
     Raises:
@@ -68,7 +68,7 @@ class Fusion:
         return buckets
 
     def _capacity(self, passed: int, left: int) -> float:
-        """Returns the most bytes of a bucket that starts after ``passed`` bytes, before ``left`` bytes."""
+        """Returns the maximum size in bytes of a bucket that starts after ``passed`` bytes, before ``left`` bytes."""
         if self.bucket_mb is None:
             return 0
         edge = (self.edge_mb or self.bucket_mb) * MIB

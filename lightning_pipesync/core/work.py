@@ -9,7 +9,7 @@ from typing import Any
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.layer_limits import LayerTimes
 
-#: The most buckets of a gradient that are considered, and the default size of DDP's, in MiB, which always is.
+#: Maximum number of buckets of a gradient that are considered, and the default size of DDP's, in MiB, which always is.
 MOST_BUCKETS, DEFAULT_MB = 40, 25.0
 
 

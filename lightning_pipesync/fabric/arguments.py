@@ -77,7 +77,7 @@ class LocalSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         elastic_force: float | Literal["auto"] = "auto",
         fragments: int = 1,
         overlap_steps: int = 0,
-        own_share: float | Literal["progress"] = "progress",
+        mixing_factor: float | Literal["progress"] = "progress",
         delta: float | Literal["auto"] = "auto",
         lssr: float = 0.8,
         window: int = 25,

@@ -35,12 +35,12 @@ class DeARStrategyMixin(SyncStrategyMixin):
         fusion: Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during
             training (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: of ``num_layers`` neighboring
             layers (DeAR-NL); ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways.
-        bucket_mb: The most MiB of a bucket; in a search, that of the first trial.
-        edge_mb: The most MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle,
-            up to ``bucket_mb``. None: the same for all buckets. A search finds its own.
+        bucket_mb: Maximum bucket size in MiB; in a search, that of the first trial.
+        edge_mb: Maximum size in MiB of the first and of the last bucket, which nothing hides; sizes double towards the
+            middle, up to ``bucket_mb``. None: the same for all buckets. A search finds its own.
         search_mb: Smallest and largest bucket size of a search, in MiB; at most the size of the model.
         trial_steps: Steps of a trial of the search; fewer with a size that is clearly worse.
-        max_trials: The most trials of a search, which ends earlier if it has converged.
+        max_trials: Maximum number of trials of a search, which ends earlier if it has converged.
         tuning_file: JSON file to which rank 0 writes the trials of a search, and from which a search of the same model
             and number of ranks resumes.
         num_layers: Layers of a bucket, with ``fusion="layers"``.
@@ -177,23 +177,23 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
             RAdam as measured, from 1 to the root of the number of replicas, so that a step, which the noise of a rank's
             batch shortens, is as long as with averaged gradients; 1 for others.
         warmup_steps: Steps at the beginning whose gradients are averaged, as DDP does (post-local SGD).
-        outer_optimizer: What moves the agreed weights, with agreed weights minus the replicas' average as their
+        outer_optimizer: What moves the global weights, with global weights minus the replicas' average as their
             gradient. ``none``: they become the average. ``sgd``, ``nesterov`` (DiLoCo) and ``adam``: torch's optimizer
-            of that name. ``elastic``: replicas and agreed weights attract each other (EASGD; EAMSGD, if the optimizer
+            of that name. ``elastic``: replicas and global weights attract each other (EASGD; EAMSGD, if the optimizer
             has Nesterov momentum).
         outer_lr: Learning rate of the outer optimizer. ``auto``: 0.7 for ``nesterov``, as in DiLoCo, 1 for ``sgd``,
             0.001 for ``adam``.
         outer_momentum: Momentum of ``sgd`` and ``nesterov``, in [0, 1). ``auto``: 0.9 for ``nesterov``, as in DiLoCo, 0
             for ``sgd``.
-        elastic_force: alpha of EASGD, in (0, 1): the share of its distance to the agreed weights by which a replica is
+        elastic_force: alpha of EASGD, in (0, 1): the share of its distance to the global weights by which a replica is
             attracted, and they by it. ``auto``: 0.9 / number of replicas.
         fragments: Number of pieces of the model, in the order of its layers, which are averaged in turns within a
             period (Streaming DiLoCo): the most traffic at a time falls by this factor.
         overlap_steps: tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied,
             at most ``period``. 0: the step waits for it.
-        own_share: With ``overlap_steps``: what stays of a rank's weights when an average is applied. ``progress``: what
-            they have moved since it started is added to it (CoCoD-SGD). A number in [0, 1]: that share (Streaming
-            DiLoCo's alpha).
+        mixing_factor: With ``overlap_steps``: what stays of a rank's weights when an average is applied. A number in
+            [0, 1]: that share (alpha of Streaming DiLoCo, Eq. 3). ``progress``: what they have moved since the average
+            started is added to it (CoCoD-SGD).
         delta: With ``period="selsync"``: threshold on the relative gradient change. ``auto``: so that the share
             ``lssr`` of the steps is local.
         lssr: With ``period="selsync"`` and ``delta="auto"``: the target share of local steps, in [0, 1).
@@ -202,13 +202,13 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         average_optimizer_states: Whether the optimizers' states are averaged at the end of each period, too. Otherwise
             they stay as they are.
         compression: Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes the
-            difference to the agreed weights.
+            difference to the global weights.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         partition: Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync,
             Section III-D).
         full_pass: With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data.
         injection: Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E.
-        bucket_mb: The most MiB of a bucket, which is exchanged in one collective.
+        bucket_mb: Maximum bucket size in MiB. A bucket is exchanged in one collective.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
         on_lost_rank: What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``:
             they repeat the average without it, and continue, and a process that is started again takes its place at a
@@ -243,7 +243,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         elastic_force: float | Literal["auto"] = "auto",
         fragments: int = 1,
         overlap_steps: int = 0,
-        own_share: float | Literal["progress"] = "progress",
+        mixing_factor: float | Literal["progress"] = "progress",
         delta: float | Literal["auto"] = "auto",
         lssr: float = 0.8,
         window: int = 25,
@@ -391,7 +391,7 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
             ready (Fig. 7).
         segments: L: number of segments of about the same size into which level 2 divides the gradient.
         warmup_steps: Synchronous steps before the pipeline fills.
-        bucket_mb: The most MiB of a bucket at level 1. None: one bucket for each dtype.
+        bucket_mb: Maximum bucket size in MiB at level 1. None: one bucket for each dtype.
         drain: Whether the end of training applies the last ``staleness`` gradients, which the paper drops.
         delay_compensation: How the delay is compensated. ``prediction``: gradients are computed at the weights after
             the updates in flight, which each rank predicts with its own gradients; ``momentum``: predicted with
@@ -474,7 +474,7 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         compression: Codec of a synchronized step: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. With
             parameter aggregation it encodes the difference to the parameters of the last synchronized step.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
-        bucket_mb: The most MiB of a bucket, which is exchanged in one collective, and awaited as a whole.
+        bucket_mb: Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
         checkpoint_replicas: Whether a checkpoint holds each rank's weights and optimizer state besides the average.
             Without them it is smaller by a factor of the number of ranks, and a resumed run starts from the average.

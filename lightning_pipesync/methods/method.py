@@ -98,7 +98,7 @@ class Method(ABC):
         """Ends the method's threads and process groups. The weights stay as they are.
 
         Args:
-            timeout_s: the most seconds to wait for each thread; one at most while an exception is handled, when what is
+            timeout_s: maximum seconds to wait for each thread; one at most while an exception is handled, when what is
                 in flight may never arrive.
         """
         error = sys.exc_info()[1]

@@ -35,7 +35,7 @@ PRESETS: dict[str, Preset] = {
     "streaming_diloco": Preset(
         "local_sgd",
         "DiLoCo in fragments, under computation, in 4 bits per value (Douillard et al., arXiv 2501.18512, Section 3).",
-        {**_DILOCO, "period": 100, "outer_lr": 0.4, "fragments": 8, "overlap_steps": 1, "own_share": 0.5}
+        {**_DILOCO, "period": 100, "outer_lr": 0.4, "fragments": 8, "overlap_steps": 1, "mixing_factor": 0.5}
         | {"compression": "int4"},
     ),
 }

@@ -176,7 +176,7 @@ def _draw_local_sgd(random: Random) -> Settings:
                 {"participation": 0.5},
                 {"fragments": 2, "period": 4},
                 {"overlap_steps": 1, "period": 2},
-                {"overlap_steps": 2, "period": 4, "fragments": 2, "own_share": 0.5},
+                {"overlap_steps": 2, "period": 4, "fragments": 2, "mixing_factor": 0.5},
                 {"period": "selsync"},
                 {"lr_scale": "auto"},
                 {"average_optimizer_states": True},

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.comm.messages import Messages
 
-#: The most and the fewest steps in flight; between these limits, as many as have these bytes. With 8 ranks at 200
+#: Maximum and minimum number of steps in flight; between these limits, as many as have these bytes. With 8 ranks at 200
 #: Mbit/s, slices of 64 KiB took 1.3 times as long all at once, and slices of 16 KiB 1.3 times as long two at a time.
 MOST_STEPS, LEAST_STEPS, BYTES_IN_FLIGHT = 16, 2, 128 * 1024
 
@@ -34,7 +34,7 @@ class AllToAllExchange:
         messages: sends and receives.
         outgoing: the tensors to send, by rank in the group.
         incoming: the tensors to receive into, by rank in the group.
-        window: the most steps in flight; None: as many as suit the size of the messages.
+        window: maximum number of steps in flight; None: as many as suit the size of the messages.
     """
 
     def __init__(

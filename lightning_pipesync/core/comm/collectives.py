@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.comm.gloo import Between, GlooExchange
+from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
@@ -117,21 +117,21 @@ class Collectives:
         codec: str | Codec = "none",
         mean: bool = False,
         feedback: ErrorFeedback | None = None,
-        between: Between | None = None,
+        shard_hook: ShardHook | None = None,
         background: bool = False,
     ) -> Handle[Tensor]:
         """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather.
 
         Args:
-            between: changes this rank's slice of the sum, in place, before it is gathered; called on any thread.
+            shard_hook: changes this rank's slice of the sum, in place, before it is gathered; called on any thread.
             background: whether a thread completes it while nobody waits.
         """
         codec = self._check(flat, codec, mean)
         self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
-        if self.world_size == 1 and between is not None:
-            between(flat)
+        if self.world_size == 1 and shard_hook is not None:
+            shard_hook(flat)
         start = self._exchange_of(flat).all_reduce
-        handle = self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, between))
+        handle = self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, shard_hook))
         if not background or not handle.finishes_early:
             return handle
         if self._background is None:

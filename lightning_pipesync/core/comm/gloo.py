@@ -16,7 +16,7 @@ from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.all_to_all import AllToAllExchange
 from lightning_pipesync.core.comm.handle import Promise
 from lightning_pipesync.core.comm.messages import Messages
-from lightning_pipesync.core.comm.ring import RingExchange, worthwhile
+from lightning_pipesync.core.comm.ring import RingExchange, ring_is_faster
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.pool import BufferPool
@@ -25,7 +25,7 @@ from lightning_pipesync.core.pool import BufferPool
 NUM_TAGS = 2**29
 
 #: What an all-reduce does in place with a rank's slice of the sum, before it is gathered.
-Between = Callable[[Tensor], object]
+ShardHook = Callable[[Tensor], object]
 
 
 class GlooExchange:
@@ -74,16 +74,21 @@ class GlooExchange:
         return self._in_order(self._start_all_gather(self._next_tag(), flat, codec, feedback, part))
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
+        self,
+        flat: Tensor,
+        codec: Codec,
+        mean: bool,
+        feedback: ErrorFeedback | None,
+        shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
-        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
+        """Runs both halves, with ``shard_hook`` on this rank's slice in between; returns a function that waits."""
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
         gather_tag = self._next_tag()
 
         def reduce_and_gather() -> Tensor:
             own = reduce()
-            if between is not None:
-                between(own)
+            if shard_hook is not None:
+                shard_hook(own)
             return self._start_all_gather(gather_tag, flat, codec, feedback)()
 
         return self._in_order(reduce_and_gather)
@@ -111,7 +116,7 @@ class GlooExchange:
     ) -> Callable[[], Tensor]:
         slices = self._slices(flat)
         summed_as_they_are = codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype
-        if summed_as_they_are and worthwhile(slices[0].nbytes, self._world_size):
+        if summed_as_they_are and ring_is_faster(slices[0].nbytes, self._world_size):
             return self._start_ring_reduce_scatter(tag, slices, mean)
         own = slices[self._rank]
         num_bytes = codec.wire_bytes(own.numel(), flat.dtype)
@@ -221,7 +226,7 @@ class GlooExchange:
         return gather_and_decode
 
     def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
-        if worthwhile(slices[0].nbytes, self._world_size):
+        if ring_is_faster(slices[0].nbytes, self._world_size):
             return RingExchange(self._messages.tagged(tag), slices, first=self._rank)
         own = slices[self._rank]
         return self._all_to_all(

@@ -15,7 +15,7 @@ from lightning_pipesync.core.cost import LinkCost
 #: All-gathers that measure the network: of the mean size of a bucket, clamped to these bytes, and of ``FACTOR`` times
 #: that size; how many follow each other; and how many times.
 SMALLEST, LARGEST, FACTOR, IN_A_ROW, ROUNDS = 2**14, 2**20, 4, 4, 3
-#: The most seconds that they may take, as far as one all-gather of ``FIRST`` bytes tells: on a slow network they are
+#: Maximum seconds that they may take, as far as one all-gather of ``FIRST`` bytes tells: on a slow network they are
 #: smaller.
 SECONDS, FIRST = 0.25, 2**18
 

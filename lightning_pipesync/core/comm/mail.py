@@ -37,7 +37,7 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdo
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import name_thread
 
-#: The most seconds between two messages, and the most as a fraction of the timeout.
+#: Maximum seconds between two messages, and their maximum as a fraction of the timeout.
 INTERVAL_S, FRACTION_OF_TIMEOUT = 10.0, 1 / 4
 
 Deliver = Callable[[int, Any], object]
@@ -146,10 +146,10 @@ class Mail:
             for inbox in list(listened.values()):
                 error = inbox.error or self._outboxes[inbox.peer].error
                 if error is None and self._upwards.is_known_lost(inbox.peer):
-                    error = self._upwards.accuse(RuntimeError(KNOWN), inbox.peer)
+                    error = self._upwards.failed_receive(RuntimeError(KNOWN), inbox.peer)
                 if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
                     silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
-                    error = self._upwards.accuse(silent, inbox.peer)
+                    error = self._upwards.failed_receive(silent, inbox.peer)
                 if error is not None:
                     del listened[inbox.peer]
                     self._lose(inbox.peer, error)

@@ -71,9 +71,9 @@ class Messages:
         """Context in which this rank waits for a message that a thread receives from ``peer``."""
         return self._watch.waiting(self._arrivals[peer], self._ranks[peer])
 
-    def accuse(self, error: Exception, peer: int) -> RuntimeError:
+    def failed_receive(self, error: Exception, peer: int) -> RuntimeError:
         """Returns the error that names the rank at fault for a message from ``peer`` that does not arrive."""
-        return self._watch.accuse(self._arrivals[peer], self._ranks[peer], error)
+        return self._watch.failed_wait(self._arrivals[peer], self._ranks[peer], error)
 
     def is_known_lost(self, peer: int) -> bool:
         """Returns whether a rank has told that ``peer`` has raised, or has fallen silent."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
-from lightning_pipesync.core.comm.gloo import Between
+from lightning_pipesync.core.comm.gloo import ShardHook
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.torch_private import foreach_copy_
 
@@ -66,12 +66,17 @@ class NcclExchange:
         return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback), feedback)
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
+        self,
+        flat: Tensor,
+        codec: Codec,
+        mean: bool,
+        feedback: ErrorFeedback | None,
+        shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
         def both() -> Tensor:
             own = self._reduce_scatter(flat, codec, mean, feedback)
-            if between is not None:
-                between(own)
+            if shard_hook is not None:
+                shard_hook(own)
             return self._all_gather(flat, codec, feedback)
 
         return self._enqueue(flat, both, feedback)

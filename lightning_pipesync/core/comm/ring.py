@@ -122,6 +122,6 @@ def in_pieces(values: Tensor) -> list[Tensor]:
     return list(values.split(largest))
 
 
-def worthwhile(slice_bytes: int, world_size: int) -> bool:
+def ring_is_faster(slice_bytes: int, world_size: int) -> bool:
     """Returns whether a ring is faster than all-to-all for slices of ``slice_bytes`` bytes."""
     return slice_bytes >= MIN_SLICE_BYTES and world_size >= MIN_RANKS

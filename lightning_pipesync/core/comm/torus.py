@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.core.comm.gloo import Between, GlooExchange
+from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.feedback import ErrorFeedback
 
@@ -96,12 +96,17 @@ class TorusExchange:
         return gather_in_row
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
+        self,
+        flat: Tensor,
+        codec: Codec,
+        mean: bool,
+        feedback: ErrorFeedback | None,
+        shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
 
         def reduce_in_column() -> Tensor:
-            self._column.all_reduce(summed_in_row(), codec, mean, feedback, between)()
+            self._column.all_reduce(summed_in_row(), codec, mean, feedback, shard_hook)()
             return self._row.all_gather(flat, codec, feedback)()
 
         return reduce_in_column

@@ -22,7 +22,7 @@ from lightning_pipesync.core.faults.heartbeat import Beat, Heartbeat, interval_o
 from lightning_pipesync.core.faults.membership import LEADER, PATIENCE, Agreement, Silence
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 
-#: The most beats that the leader waits for an applicant's next one.
+#: Maximum number of beats that the leader waits for an applicant's next one.
 LISTENED = 3
 
 

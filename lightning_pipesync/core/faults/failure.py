@@ -83,7 +83,7 @@ class PeerWatch:
             try:
                 number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._timeout_s)
             except RuntimeError as error:
-                raise RuntimeError(f"{self._accuse_store()}; rank {self._rank} has not joined it yet.") from error
+                raise RuntimeError(f"{self._describe_store()}; rank {self._rank} has not joined it yet.") from error
             self._heartbeat = Heartbeat(
                 dist.PrefixStore(f"pipesync/{number}", store),
                 self._rank,
@@ -99,10 +99,10 @@ class PeerWatch:
         """Returns a context in which this rank waits for ``what``, of ``peer``, or any other rank if None."""
         return Waiting(self, what, peer)
 
-    def accuse(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
+    def failed_wait(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
         """Returns the error that names the rank at fault for the failed wait of the calling thread."""
         self.waits.setdefault(threading.get_ident(), (what, peer, self.now()))
-        return RuntimeError(self._accusation(what, error))
+        return RuntimeError(self._explain(what, error))
 
     def ask_store(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``, which calls the store; after :meth:`start`, with several ranks.
@@ -131,7 +131,7 @@ class PeerWatch:
         if self._heartbeat is not None and is_connection_error(error):
             what = "an operation of the default process group"
             self.waits[threading.get_ident()] = (what, None, self.now())
-            error.args = (f"{error}\n{self._accusation(what, error)}",)
+            error.args = (f"{error}\n{self._explain(what, error)}",)
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -153,7 +153,7 @@ class PeerWatch:
             self._has_ended_waits = True
             self._end_waits()
 
-    def _accusation(self, what: str, error: BaseException) -> str:
+    def _explain(self, what: str, error: BaseException) -> str:
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
             if self._diagnosis is None:
                 self._diagnosis = self._diagnose()
@@ -173,8 +173,8 @@ class PeerWatch:
                 beats, silent = self._listen(beats)
         except RuntimeError:
             if heartbeat.fault is not None:
-                return self._accuse(heartbeat.fault), ""
-            return (UNKNOWN if self._left else self._accuse_store()), ""
+                return self._describe_fault(heartbeat.fault), ""
+            return (UNKNOWN if self._left else self._describe_store()), ""
         told = heartbeat.fault
         fault = told or find_fault(beats, silent, self._rank, heartbeat.interval)
         if fault is None:
@@ -185,7 +185,7 @@ class PeerWatch:
             self._wait_until_known(silent | {fault.rank})
         waiting = chain(beats, self._rank, fault.rank)
         through = "".join(_because(beats[rank]) for rank in waiting[1:-1])
-        return self._accuse(fault), through
+        return self._describe_fault(fault), through
 
     def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
         """Waits for a beat of each rank after ``first``; returns the last beats and the silent ranks."""
@@ -214,12 +214,12 @@ class PeerWatch:
             if time.monotonic() > deadline:
                 return
 
-    def _accuse(self, fault: Fault) -> str:
+    def _describe_fault(self, fault: Fault) -> str:
         sentence = SENTENCES[fault.kind].format(detail=fault.detail, ago=max(0.0, self.now() - fault.at))
         where = f" (host {fault.host}, pid {fault.pid})" if fault.pid else ""
         return f"Rank {fault.rank}{where} is at fault: {sentence}"
 
-    def _accuse_store(self) -> str:
+    def _describe_store(self) -> str:
         where = "" if self._address is None else f" at {self._address}"
         return (
             f"The store of the job{where} does not answer: look first at that machine, where rank 0 runs; its process "
@@ -274,7 +274,7 @@ class Waiting:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if isinstance(error, RuntimeError) and is_connection_error(error):
-                raise self._watch.accuse(self._what, self._peer, error) from error
+                raise self._watch.failed_wait(self._what, self._peer, error) from error
         finally:
             waits, thread = self._watch.waits, threading.get_ident()
             waits.pop(thread, None)

@@ -27,13 +27,13 @@ from lightning_pipesync.core.faults.shutdown import join_thread
 #: The key of the first fault that a rank has found.
 _FAULT_KEY = "pipesync/fault"
 
-#: The most seconds between two beats, and the most as a fraction of the timeout.
+#: Maximum seconds between two beats, and their maximum as a fraction of the timeout.
 INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
 
 #: The timeout of the store, in seconds.
 STORE_S = 5.0
 
-#: The most seconds that :meth:`Heartbeat.close` waits.
+#: Maximum seconds that :meth:`Heartbeat.close` waits.
 GOODBYE_S = 1.0
 
 T = TypeVar("T")

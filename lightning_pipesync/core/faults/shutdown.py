@@ -14,7 +14,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-#: The most seconds to wait for a thread after an error: the peers that it waits for may be gone.
+#: Maximum seconds to wait for a thread after an error: the peers that it waits for may be gone.
 AFTER_ERROR_S = 1.0
 
 #: Threads that did not end in time.
@@ -24,8 +24,8 @@ _unfinished: list[Thread] = []
 def at_shutdown(close: Callable[[float], object], *, first: bool = False) -> Finalize:
     """Registers ``close`` to be called when this process ends, also in forked processes; can be cancelled.
 
-    So the messages of a rank's last step still arrive, which a peer may wait for. ``close`` gets the most seconds that
-    it may take: fewer after an error, when peers may be gone. Those with ``first`` are called before the others.
+    So the messages of a rank's last step still arrive, which a peer may wait for. ``close`` gets the seconds that it
+    may take at most: fewer after an error, when peers may be gone. Those with ``first`` are called before the others.
     """
     return Finalize(
         None, lambda: close(10.0 if error_at_shutdown() is None else AFTER_ERROR_S), exitpriority=2 if first else 1

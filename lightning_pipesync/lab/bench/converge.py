@@ -33,7 +33,7 @@ class Converge(Benchmark):
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.
         epochs: Of each training; the task's own if not given.
-        steps: The most of each training. A few are enough to time a step of each method.
+        steps: Maximum number of each training. A few are enough to time a step of each method.
         evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
         evaluate_on: test, or validation: a tenth of the training data, on which to choose settings.
         labels_per_worker: Number of labels that each rank holds, which makes the data non-IID.

@@ -17,7 +17,7 @@ from lightning_pipesync.lab.netlab.units import parse_rate
 
 #: Reserved for benchmarks of networks (RFC 2544), so that no name server or proxy of the machine has such an address.
 _SUBNET = ipaddress.ip_network("198.18.0.0/16")
-#: The most ports of a bridge, rounded down.
+#: Maximum number of ports of a bridge, rounded down.
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
 #: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.

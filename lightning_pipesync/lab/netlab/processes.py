@@ -14,7 +14,7 @@ from typing import Any
 
 #: The directory of named network namespaces, the same as of ``ip netns``.
 NAMESPACES = Path("/run/netns")
-#: The most seconds until a killed process is gone.
+#: Maximum seconds until a killed process is gone.
 _DEATH_S = 10.0
 
 

@@ -30,7 +30,7 @@ FACTOR, NUM_SIZES = 4, 4
 #: The least and the most operations in a row, and how many times.
 LEAST, MOST, ROUNDS = 4, 32, 3
 
-#: The most ranks of Gloo among which DDP is expected to have a flat ring.
+#: Maximum number of ranks of Gloo among which DDP is expected to have a flat ring.
 GLOO_RING_UP_TO = 16
 
 #: Of a method's exchange: steps of a measurement, and how many of the largest sizes.

@@ -17,7 +17,7 @@ from lightning_pipesync.training.registry import METHODS
 #: A bucket size of DDP that is slower by this share of a step at most is as fast.
 AS_FAST = 0.01
 
-#: The most batches to accumulate: a batch that is larger by more than that is no way out.
+#: Maximum number of batches to accumulate: a batch that is larger by more than that is no way out.
 MOST_ACCUMULATED = 64
 
 #: A method hardly waits that waits for the network for this share of a step at most.

@@ -21,7 +21,7 @@ from lightning_pipesync.lab.plan.trials import candidate_of, gathered
 from lightning_pipesync.methods.laboratory import Prediction, StandIn
 from lightning_pipesync.training.registry import METHODS
 
-#: The most bytes of a stand-in's weights, and the seconds in which they can be sent.
+#: Maximum bytes of a stand-in's weights, and the seconds in which they can be sent.
 MOST_BYTES, MOST_SECONDS = 2**24, 0.25
 
 #: Steps of a measurement, and measurements.

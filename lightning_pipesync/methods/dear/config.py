@@ -51,11 +51,11 @@ class DeARConfig(Settings):
     ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways."""
 
     bucket_mb: MiB = 25.0
-    """The most MiB of a bucket; in a search, that of the first trial."""
+    """Maximum bucket size in MiB; in a search, that of the first trial."""
 
     edge_mb: MiB | None = None
-    """The most MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle, up to
-    ``bucket_mb``. None: the same for all buckets. A search finds its own."""
+    """Maximum size in MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle, up
+    to ``bucket_mb``. None: the same for all buckets. A search finds its own."""
 
     search_mb: MiBRange = (1.0, 100.0)
     """Smallest and largest bucket size of a search, in MiB; at most the size of the model."""
@@ -64,7 +64,7 @@ class DeARConfig(Settings):
     """Steps of a trial of the search; fewer with a size that is clearly worse."""
 
     max_trials: int = 20
-    """The most trials of a search, which ends earlier if it has converged."""
+    """Maximum number of trials of a search, which ends earlier if it has converged."""
 
     tuning_file: str | None = None
     """JSON file to which rank 0 writes the trials of a search, and from which a search of the same model and number of

@@ -349,7 +349,7 @@ class EAPipe(PipelineMethod):
         except OutOfStepError as error:
             assert self.transport is not None
             peer = self.transport.rank + 1
-            raise self.transport.watch.accuse(f"{what} of rank {peer}", peer, error) from error
+            raise self.transport.watch.failed_wait(f"{what} of rank {peer}", peer, error) from error
 
     def _on_all_ranks(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them."""

@@ -24,7 +24,7 @@ class Schedule:
 
     @property
     def num_in_flight(self) -> int:
-        """The most mini-batches between their forward and their backward pass in this stage."""
+        """Maximum number of mini-batches between their forward and their backward pass in this stage."""
         return self.lag + 1
 
     def replica(self, step: int) -> int:

@@ -3,7 +3,7 @@
 One rank does in a step (DiLoCo, Algorithm 1; Streaming DiLoCo, Algorithm 2)::
 
     update the weights                              # the inner optimizer
-    for fragment whose average is due: replace its weights by the agreed ones, or blend both
+    for fragment whose average is due: replace its weights by the global ones, or blend both
     for fragment in the next rounds.started(step), in turn: start to average its weights
 """
 

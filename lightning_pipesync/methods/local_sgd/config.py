@@ -10,7 +10,7 @@ from typing import Literal
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
-from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
+from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.settings import OnLostRank, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, renamed
@@ -25,7 +25,7 @@ OUTER_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9}
 BETA = 0.9
 
 
-@renamed({"replicas_per_group": "ranks_per_replica"})
+@renamed({"own_share": "mixing_factor", "replicas_per_group": "ranks_per_replica"})
 @dataclass(frozen=True)
 class LocalSGDConfig(ReplicaSettings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
@@ -56,9 +56,9 @@ class LocalSGDConfig(ReplicaSettings):
     """Steps at the beginning whose gradients are averaged, as DDP does (post-local SGD)."""
 
     outer_optimizer: OuterOptimizer = "none"
-    """What moves the agreed weights, with agreed weights minus the replicas' average as their gradient. ``none``: they
+    """What moves the global weights, with global weights minus the replicas' average as their gradient. ``none``: they
     become the average. ``sgd``, ``nesterov`` (DiLoCo) and ``adam``: torch's optimizer of that name. ``elastic``:
-    replicas and agreed weights attract each other (EASGD; EAMSGD, if the optimizer has Nesterov momentum)."""
+    replicas and global weights attract each other (EASGD; EAMSGD, if the optimizer has Nesterov momentum)."""
 
     outer_lr: float | Literal["auto"] = "auto"
     """Learning rate of the outer optimizer. ``auto``: 0.7 for ``nesterov``, as in DiLoCo, 1 for ``sgd``, 0.001 for
@@ -68,7 +68,7 @@ class LocalSGDConfig(ReplicaSettings):
     """Momentum of ``sgd`` and ``nesterov``, in [0, 1). ``auto``: 0.9 for ``nesterov``, as in DiLoCo, 0 for ``sgd``."""
 
     elastic_force: float | Literal["auto"] = "auto"
-    """alpha of EASGD, in (0, 1): the share of its distance to the agreed weights by which a replica is attracted, and
+    """alpha of EASGD, in (0, 1): the share of its distance to the global weights by which a replica is attracted, and
     they by it. ``auto``: 0.9 / number of replicas."""
 
     fragments: int = 1
@@ -79,10 +79,10 @@ class LocalSGDConfig(ReplicaSettings):
     """tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied, at most
     ``period``. 0: the step waits for it."""
 
-    own_share: float | Literal["progress"] = "progress"
-    """With ``overlap_steps``: what stays of a rank's weights when an average is applied. ``progress``: what they
-    have moved since it started is added to it (CoCoD-SGD). A number in [0, 1]: that share (Streaming DiLoCo's alpha).
-    """
+    mixing_factor: float | Literal["progress"] = "progress"
+    """With ``overlap_steps``: what stays of a rank's weights when an average is applied. A number in [0, 1]: that share
+    (alpha of Streaming DiLoCo, Eq. 3). ``progress``: what they have moved since the average started is added to it
+    (CoCoD-SGD)."""
 
     delta: float | Literal["auto"] = "auto"
     """With ``period="selsync"``: threshold on the relative gradient change. ``auto``: so that the share ``lssr`` of the
@@ -102,7 +102,7 @@ class LocalSGDConfig(ReplicaSettings):
 
     compression: Compression = "none"
     """Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes
-    the difference to the agreed weights."""
+    the difference to the global weights."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
@@ -118,7 +118,7 @@ class LocalSGDConfig(ReplicaSettings):
     """Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E."""
 
     bucket_mb: MiB = 25.0
-    """The most MiB of a bucket, which is exchanged in one collective."""
+    """Maximum bucket size in MiB. A bucket is exchanged in one collective."""
 
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
@@ -163,7 +163,7 @@ class LocalSGDConfig(ReplicaSettings):
         kind = self.outer_optimizer
         if kind == "none":
             return None
-        if kind == "elastic":  # each of the ranks attracts the agreed weights by the force
+        if kind == "elastic":  # each of the ranks attracts the global weights by the force
             return partial(SGD, lr=num_replicas * self.elastic_force_of(num_replicas))
         lr = OUTER_LR[kind] if self.outer_lr == "auto" else self.outer_lr
         if kind == "adam":
@@ -188,7 +188,7 @@ class LocalSGDConfig(ReplicaSettings):
         if kind != "elastic":
             ignored["elastic_force"] = f"with outer_optimizer={kind!r}: set 'elastic'"
         if not self.overlap_steps:
-            ignored["own_share"] = "with overlap_steps=0, where ranks continue from the average: set overlap_steps"
+            ignored["mixing_factor"] = "with overlap_steps=0, where ranks continue from the average: set overlap_steps"
         elif kind == "elastic":
-            ignored["own_share"] = "with outer_optimizer='elastic', which does not replace a rank's weights"
+            ignored["mixing_factor"] = "with outer_optimizer='elastic', which does not replace a rank's weights"
         return ignored

@@ -22,7 +22,7 @@ from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 class LocalSGD(ElasticReplicaMethod):
     """Local steps on each rank's weights, which are averaged every ``period`` steps.
 
-    With an outer optimizer the average of how far the ranks have moved is the gradient of the agreed weights, from
+    With an outer optimizer the average of how far the ranks have moved is the gradient of the global weights, from
     which all ranks continue (DiLoCo). With fragments and overlap the average of a part of the model runs under some
     steps, one part after the other (Streaming DiLoCo). Floating-point buffers that changed are averaged at the end of a
     period, other buffers are copied from rank 0. Nothing is sent in between.
@@ -41,7 +41,7 @@ class LocalSGD(ElasticReplicaMethod):
         sync.flush()
         sync.detach()
 
-    With ``outer_optimizer="elastic"`` the consolidated weights are the agreed ones, EASGD's center variable.
+    With ``outer_optimizer="elastic"`` the consolidated weights are the global ones, EASGD's center variable.
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`LocalSGDConfig`.
     Every rank takes as many steps.
@@ -86,7 +86,7 @@ class LocalSGD(ElasticReplicaMethod):
         world_size = replicas_of(self.transport).world_size
         if world_size * (force := self.config.elastic_force_of(world_size)) > 1:
             return ValueError(
-                f"elastic_force={force!r} moves the agreed weights by {world_size * force:.3g} times their distance to "
+                f"elastic_force={force!r} moves the global weights by {world_size * force:.3g} times their distance to "
                 f"{world_size} replicas, beyond them: set {1 / world_size:.3g} at most (EASGD: ranks * alpha <= 1)."
             )
         return super()._problem()

@@ -45,7 +45,7 @@ class PipeSGDConfig(Settings):
     """Synchronous steps before the pipeline fills."""
 
     bucket_mb: MiB | None = None
-    """The most MiB of a bucket at level 1. None: one bucket for each dtype."""
+    """Maximum bucket size in MiB at level 1. None: one bucket for each dtype."""
 
     drain: bool = False
     """Whether the end of training applies the last ``staleness`` gradients, which the paper drops."""

@@ -31,7 +31,7 @@ from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, 
 #: in its cache.
 BLOCK_MB, BLOCK_MB_ON_CPU = 64.0, 1.0
 
-#: The most MiB of a copied tensor whose memory is kept for the next block.
+#: Maximum MiB of a copied tensor whose memory is kept for the next block.
 KEPT_MB = 16.0
 
 #: Optimizers of which torch has fused steps on a CPU.

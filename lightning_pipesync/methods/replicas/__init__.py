@@ -1,1 +1,1 @@
-"""The engine of the methods whose ranks train replicas: agreed weights, averages, lost and returning replicas."""
+"""The engine of the methods whose ranks train replicas: global weights, averages, lost and returning replicas."""

@@ -16,8 +16,8 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
-from lightning_pipesync.methods.replicas.agreed import Agreed
 from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_same, exchange_flags
+from lightning_pipesync.methods.replicas.global_weights import GlobalValues
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
@@ -33,7 +33,7 @@ SAME_STARTS = (
 
 
 @dataclass
-class Flight:
+class PendingAverage:
     """An average of a fragment that has started and is not applied yet."""
 
     due: int  # the step at whose end it is applied
@@ -41,7 +41,7 @@ class Flight:
     handles: Sequence[Handle[Tensor]] = ()
     results: Sequence[Tensor] = ()  # once they have been moved out of the buffers
     starts: Sequence[Tensor] = ()  # this rank's weights when it started, if their progress since then is to stay
-    agreed: Mapping[int, Agreed] = field(default_factory=dict)  # before it started, if it can be undone
+    before: Mapping[int, GlobalValues] = field(default_factory=dict)  # it started, if it can be undone
 
 
 class Fragments:
@@ -67,10 +67,10 @@ class Fragments:
         outer, force = config.outer_step(optimizer, number), config.elastic_force_of(number)
         codec, feedback = config.codec_of_weights
         self.replicas = ReplicatedTensors(self.buckets, transport, codec, feedback, outer, force)
-        self._flights: dict[int, Flight] = {}
+        self._pending: dict[int, PendingAverage] = {}
 
     def __contains__(self, fragment: int) -> bool:
-        return fragment in self._flights
+        return fragment in self._pending
 
     def start(self, fragment: int, step: int, ranks: Sequence[int] | None) -> None:
         """Starts to average a fragment of ``ranks``, None: all, at the end of a step; without overlap, applies it.
@@ -79,23 +79,23 @@ class Fragments:
             RuntimeError: other ranks start it after another number of steps; or a peer is lost.
         """
         overlap, buckets = self._config.overlap_steps, self._fragments[fragment]
-        flight = Flight(step + overlap)
+        pending = PendingAverage(step + overlap)
         if self._config.compares_steps:
-            flight.flags = self._transport.exchange_flags(step % STEPS_AT_START)
+            pending.flags = self._transport.exchange_flags(step % STEPS_AT_START)
         if not overlap:  # with overlap nobody waits yet
-            _check(flight)
+            _check(pending)
         if overlap and self._config.undoes_averages:
-            flight.agreed = self.replicas.agreed.copies(buckets)
-        if overlap and self._config.own_share == "progress":
-            flight.starts = [self.replicas.packed(index).clone() for index in buckets]
+            pending.before = self.replicas.global_weights.copies(buckets)
+        if overlap and self._config.mixing_factor == "progress":
+            pending.starts = [self.replicas.packed(index).clone() for index in buckets]
         with profiled("start average of fragment", fragment):
-            flight.handles = [self.replicas.start(index, ranks, background=overlap > 0) for index in buckets]
-        self._flights[fragment] = flight
+            pending.handles = [self.replicas.start(index, ranks, background=overlap > 0) for index in buckets]
+        self._pending[fragment] = pending
         if not overlap:
             self._apply(fragment)
 
     def apply_due(self, step: int) -> None:
-        for fragment in [fragment for fragment, flight in self._flights.items() if flight.due == step]:
+        for fragment in [fragment for fragment, pending in self._pending.items() if pending.due == step]:
             self._apply(fragment)
 
     def check_consolidation(self, step: int) -> None:
@@ -106,67 +106,67 @@ class Fragments:
 
     def settle(self) -> None:
         """Waits for the averages under way, and moves them out of the buffers."""
-        for fragment, flight in self._flights.items():
-            if not flight.results:
-                self._wait(fragment, flight)
+        for fragment, pending in self._pending.items():
+            if not pending.results:
+                self._wait(fragment, pending)
                 with torch.inference_mode(False):
-                    flight.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
+                    pending.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
 
     def drop(self) -> None:
         """Drops the averages under way."""
-        for fragment in list(self._flights):
+        for fragment in list(self._pending):
             self._arrive(fragment)
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the state as if the averages under way had not started; not a collective call."""
-        under_way = [flight.agreed for flight in self._flights.values() if not flight.results]
-        before = {index: agreed for each in under_way for index, agreed in each.items()}
+        under_way = [pending.before for pending in self._pending.values() if not pending.results]
+        before = {index: values for of_fragment in under_way for index, values in of_fragment.items()}
         return {"replicas": self.replicas.snapshot(before), "flights": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, the outer optimizer's state, and the averages under way."""
         self.settle()
-        flights = {
-            fragment: {"due": flight.due, "results": to_cpu(flight.results), "starts": to_cpu(flight.starts)}
-            for fragment, flight in self._flights.items()
+        saved = {
+            fragment: {"due": pending.due, "results": to_cpu(pending.results), "starts": to_cpu(pending.starts)}
+            for fragment, pending in self._pending.items()
         }
-        return {"replicas": self.replicas.state_dict(), "flights": flights}
+        return {"replicas": self.replicas.state_dict(), "flights": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` or :meth:`snapshot` returned on this rank."""
         self.settle()
         self.replicas.load_state_dict(state["replicas"])
-        flights = state["flights"] if self._config.overlap_steps else {}
-        self._flights = {fragment: Flight(**saved) for fragment, saved in flights.items()}
+        pending = state["flights"] if self._config.overlap_steps else {}
+        self._pending = {fragment: PendingAverage(**saved) for fragment, saved in pending.items()}
 
-    def _wait(self, fragment: int, flight: Flight) -> None:
-        """Waits for an average, and agrees on it."""
-        _check(flight)
-        for handle, index in zip(flight.handles, self._fragments[fragment], strict=True):
+    def _wait(self, fragment: int, pending: PendingAverage) -> None:
+        """Waits for an average, and updates the global values."""
+        _check(pending)
+        for handle, index in zip(pending.handles, self._fragments[fragment], strict=True):
             handle.wait()
-            self.replicas.agree_on_average(index)
+            self.replicas.update_global_weights(index)
 
     def _apply(self, fragment: int) -> None:
-        own_share = self._config.own_share if self._config.overlap_steps else 0.0
+        mixing_factor = self._config.mixing_factor if self._config.overlap_steps else 0.0
         with profiled("apply average of fragment", fragment):
             starts = self._arrive(fragment).starts
             for place, index in enumerate(self._fragments[fragment]):
-                if own_share != "progress":
-                    self.replicas.apply(index, own_share)
+                if mixing_factor != "progress":
+                    self.replicas.apply(index, mixing_factor)
                 elif starts:
                     self.replicas.add_progress(index, starts[place])
-                else:  # it was saved by a run with a number for own_share
+                else:  # it was saved by a run with a number for mixing_factor
                     self.replicas.apply(index)
 
-    def _arrive(self, fragment: int) -> Flight:
+    def _arrive(self, fragment: int) -> PendingAverage:
         """Ends an average; its results are in the buffers then."""
-        flight = self._flights.pop(fragment)
-        if flight.results:
-            for index, result in zip(self._fragments[fragment], flight.results, strict=True):
+        pending = self._pending.pop(fragment)
+        if pending.results:
+            for index, result in zip(self._fragments[fragment], pending.results, strict=True):
                 self.replicas.result(index).copy_(result)
         else:
-            self._wait(fragment, flight)
-        return flight
+            self._wait(fragment, pending)
+        return pending
 
 
 def divide_layers(sizes: list[int], fragments: int) -> list[list[int]]:
@@ -196,7 +196,7 @@ def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[Nam
     return [[p for index in indices for p in layers[index]] for indices in divide_layers(sizes, number)]
 
 
-def _check(flight: Flight) -> None:
-    if flight.flags is not None:
-        check_same(flight.flags.wait(), SAME_STARTS)
-        flight.flags = None
+def _check(pending: PendingAverage) -> None:
+    if pending.flags is not None:
+        check_same(pending.flags.wait(), SAME_STARTS)
+        pending.flags = None

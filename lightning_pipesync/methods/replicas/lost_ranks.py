@@ -200,7 +200,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         foreach_copy_(self._all_tensors(), handover["tensors"])
         for optimizer, state in zip(self.optimizers, handover["optimizers"], strict=True):
             load_optimizer_state(optimizer, state)
-        self._non_trainable.agree()
+        self._non_trainable.mark_common()
         self._followers_to_come = handover["followers"]
         saved = handover["snapshot"]
         return Snapshot(**{**saved, "changes": Changes(**saved["changes"])}).with_outer_states(_zeroed)

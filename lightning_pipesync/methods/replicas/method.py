@@ -67,7 +67,7 @@ class ReplicaMethod(SyncMethod):
         self._changes = Changes()
         overlaps = self.config.overlaps_forward and self.transport.world_size > 1 and not is_compiled(self._module)
         self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
-        compared = [r for r in self._replicas if r.agreed.flats or self.config.overlap_steps]
+        compared = [r for r in self._replicas if r.global_weights.flats or self.config.overlap_steps]
         weights = [tensor for replicas in compared for tensors in replicas.tensors for tensor in tensors]
         # Not of a teacher, into which the trained weights may be loaded at every step.
         self._load_hooks = hook_loading(self._after_loading, modules_with(self._module, weights))
@@ -130,7 +130,7 @@ class ReplicaMethod(SyncMethod):
             self._drop_averages()
             self._end_flush(keeps_average=True)
         if self._changes.loaded:
-            self._together(self._agree_on_loaded)
+            self._together(self._reset_global_weights)
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         self.synchronize()  # before the update, also of weights that the last forward pass did not need
@@ -234,7 +234,7 @@ class ReplicaMethod(SyncMethod):
         self.flushed = True
 
     def _after_loading(self, *_: Any) -> None:
-        """Notes that weights were loaded, which differ from the agreed ones."""
+        """Notes that weights were loaded, which differ from the global ones."""
         if self.flushed:
             self._changes.loaded_since_flush = True
         else:
@@ -253,13 +253,13 @@ class ReplicaMethod(SyncMethod):
                 tensors.swap_back()
         self.flushed = False
 
-    def _agree_on_loaded(self) -> None:
-        """Makes weights that were loaded since the last step the agreed ones; a collective call."""
+    def _reset_global_weights(self) -> None:
+        """Makes weights that were loaded since the last step the global ones; a collective call."""
         self._drop_averages()
         self._changes.loaded = False
         check_flags(exchange_flags(self.transport, LOADED))
         for replicas in self._replicas:
-            replicas.agree_on_present()
+            replicas.reset_global_weights()
 
     def _drop_averages(self) -> None:
         for unit in self._units:

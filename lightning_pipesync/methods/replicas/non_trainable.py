@@ -49,7 +49,7 @@ class NonTrainableTensors:
         """Sets the tensors to the values that all other ranks have."""
         for tensor, value in zip(self.tensors, values, strict=True):
             tensor.copy_(value)
-        self.agree()
+        self.mark_common()
 
     def average(self, keep: bool = False, with_parameters: bool = True) -> None:
         """Averages the tensors that some rank has changed; a collective call.
@@ -93,7 +93,7 @@ class NonTrainableTensors:
         """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
         self._kept, self._average = {}, {}
 
-    def agree(self) -> None:
+    def mark_common(self) -> None:
         """Notes that all ranks have the present values."""
         self.keep_average()
         self._record_common()
@@ -110,7 +110,7 @@ class NonTrainableTensors:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated tensors were loaded."""
-        self.agree()
+        self.mark_common()
         for index, value in state["common"].items():
             self._common_buffers[index - len(self._parameters)].copy_(value)
         for index, tensor in self._pick(state["own"]).items():

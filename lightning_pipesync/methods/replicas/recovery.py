@@ -32,7 +32,7 @@ from lightning_pipesync.core.torch_private import store_of
 if TYPE_CHECKING:
     from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod, Snapshot
 
-#: The most seconds that each thread of a broken transport is waited for.
+#: Maximum seconds that each thread of a broken transport is waited for.
 CLOSE_S = 1.0
 
 T = TypeVar("T")

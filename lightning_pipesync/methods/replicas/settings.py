@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
+from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.settings import Settings
 
 OnLostRank = Literal["raise", "continue"]
@@ -27,7 +27,7 @@ class ReplicaSettings(Settings):
 
     bucket_mb: float = 25.0
     overlap_steps: int = 0
-    own_share: float | Literal["progress"] = "progress"
+    mixing_factor: float | Literal["progress"] = "progress"
     fragments: int = 1
     participation: float = 1.0
     ranks_per_replica: int = 1
@@ -44,8 +44,8 @@ class ReplicaSettings(Settings):
         self._check("smoothing", 0 < self.smoothing <= 1, "in (0, 1]")
         self._check("participation", 0 < self.participation <= 1, "in (0, 1]")
         self._check("lr_scale", self.lr_scale == "auto" or 0 < self.lr_scale < math.inf, "'auto' or a positive number")
-        share = self.own_share
-        self._check("own_share", share == "progress" or 0 <= share <= 1, "'progress' or in [0, 1]")
+        share = self.mixing_factor
+        self._check("mixing_factor", share == "progress" or 0 <= share <= 1, "'progress' or in [0, 1]")
         if not get_codec(self.compression).lossless and self.participation < 1:
             raise ValueError(
                 f"participation={self.participation!r} averages ranks that other rounds leave out, and compression="
@@ -89,11 +89,11 @@ class ReplicaSettings(Settings):
         return self.on_lost_rank == "continue"
 
     def elastic_force_of(self, num_replicas: int) -> float:
-        """Returns the share of its distance to the agreed weights by which a replica is attracted, and they by it."""
+        """Returns the share of its distance to the global weights by which a replica is attracted, and they by it."""
         return 0.0
 
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
-        """Returns what makes the optimizer of the agreed weights; None: they become the replicas' average."""
+        """Returns what makes the optimizer of the global weights; None: they become the replicas' average."""
         return None
 
     def for_framework(self) -> Self:

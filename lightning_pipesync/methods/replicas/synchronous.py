@@ -15,7 +15,7 @@ from lightning_pipesync.methods.gradients.bucket import GradientBuckets
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.flags import check_flags, exchange_flags
 
-#: The most seconds that the thread is waited for at the end.
+#: Maximum seconds that the thread is waited for at the end.
 CLOSE_S = 1.0
 
 

@@ -15,7 +15,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.torch_private import foreach_add_, foreach_copy_, foreach_lerp_
-from lightning_pipesync.methods.replicas.agreed import Agreed, AgreedWeights, MakeOptimizer
+from lightning_pipesync.methods.replicas.global_weights import GlobalValues, GlobalWeights, MakeOptimizer
 from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_of
 
 
@@ -24,12 +24,12 @@ class ReplicatedTensors:
 
     Args:
         buckets: tensors of each bucket, floating-point, of one dtype on one device, the same on all ranks.
-        outer: makes the optimizer of the agreed values; None: they become the average.
-        elastic_force: if not 0, the agreed values do not replace a rank's, but attract them by this share of their
+        outer: makes the optimizer of the global values; None: they become the average.
+        elastic_force: if not 0, the global values do not replace a rank's, but attract them by this share of their
             distance (EASGD).
 
     Attributes:
-        agreed: what codecs and the outer step start from.
+        global_weights: what codecs and the outer step start from.
         diverged: whether the replicas may differ, the same on all ranks; set by the owner after a local step.
     """
 
@@ -49,27 +49,27 @@ class ReplicatedTensors:
         self._kept: list[Bucket] = []  # this rank's values, while the average is swapped in
         self._swapped_in = False
         self.diverged = False
-        agree = outer is not None or not self._codec.lossless
-        flats = [bucket.flat for bucket in self._buckets] if agree else []
-        self.agreed = AgreedWeights(self._replicas, flats, self._codec, error_feedback, outer)
-        self.agree()
+        are_kept = outer is not None or not self._codec.lossless
+        flats = [bucket.flat for bucket in self._buckets] if are_kept else []
+        self.global_weights = GlobalWeights(self._replicas, flats, self._codec, error_feedback, outer)
+        self.set_global_weights()
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
         return [Bucket(tensors) for tensors in self.tensors]
 
-    def agree(self) -> None:
-        """Agrees on the present values, which are the same on all ranks."""
-        for index, agreed in enumerate(self.agreed.flats):
-            agreed.copy_(self.packed(index))
+    def set_global_weights(self) -> None:
+        """Sets the global values to the present ones, which are the same on all ranks."""
+        for index, flat in enumerate(self.global_weights.flats):
+            flat.copy_(self.packed(index))
 
-    def agree_on_present(self) -> None:
-        """Agrees on the present values, or on their average if they differ between ranks; a collective call."""
-        if not self.agreed.flats:
+    def reset_global_weights(self) -> None:
+        """Sets the global values to the present ones, or to their average if ranks differ; a collective call."""
+        if not self.global_weights.flats:
             return
         if len(set(self._transport.gather_objects(digest(self.tensors)))) > 1:
             self._average_over(self._transport)
-        self.agree()
+        self.set_global_weights()
 
     def packed(self, index: int) -> Tensor:
         """Returns the tensors of a bucket, fused, in the buffer that the next average uses."""
@@ -90,7 +90,7 @@ class ReplicatedTensors:
         """Starts to average a bucket over ``participants``, or all replicas; :meth:`finish` ends it; collective."""
         bucket = self._buckets[index]
         bucket.pack(self.tensors[index])
-        self.agreed.subtract_from(index, bucket.flat)
+        self.global_weights.subtract_from(index, bucket.flat)
         if self._elastic_force:
             foreach_add_(self.tensors[index], bucket.views, alpha=-self._elastic_force)
         if participants is not None and self._replicas.rank not in participants:
@@ -100,28 +100,28 @@ class ReplicatedTensors:
             bucket.flat,
             codec=self._codec,
             mean=participants is None,
-            feedback=self.agreed.feedback(index),
-            between=self.agreed.between(index, count),
+            feedback=self.global_weights.feedback(index),
+            shard_hook=self.global_weights.shard_hook(index, count),
             background=background,
         )
 
     def finish(self, index: int, _: object = None) -> None:
-        """Agrees on a bucket's average, which has arrived, and applies it."""
-        self.agree_on_average(index)
+        """Updates the global values by a bucket's average, which has arrived, and applies it."""
+        self.update_global_weights(index)
         self.apply(index)
 
-    def agree_on_average(self, index: int) -> None:
-        """Updates the agreed values of a bucket whose average has arrived."""
-        self.agreed.update(index, self._buckets[index].flat)
+    def update_global_weights(self, index: int) -> None:
+        """Updates the global values of a bucket whose average has arrived."""
+        self.global_weights.update(index, self._buckets[index].flat)
 
     @torch.no_grad()
-    def apply(self, index: int, own_share: float = 0.0) -> None:
-        """Sets the tensors of a bucket to its average, but for ``own_share`` of their values."""
+    def apply(self, index: int, mixing_factor: float = 0.0) -> None:
+        """Sets the tensors of a bucket to its average, but for ``mixing_factor`` of their values."""
         bucket = self._buckets[index]
         if self._elastic_force:  # :meth:`start` has moved them
             return
-        if own_share:
-            foreach_lerp_(self.tensors[index], bucket.views, 1 - own_share)
+        if mixing_factor:
+            foreach_lerp_(self.tensors[index], bucket.views, 1 - mixing_factor)
         else:
             bucket.unpack(self.tensors[index])
 
@@ -148,13 +148,13 @@ class ReplicatedTensors:
     def swap_in_average(self) -> None:
         """Sets the tensors to their average, and keeps this rank's values for :meth:`swap_back`; collective.
 
-        With an elastic force, sets them to the agreed values. Does nothing if the replicas have not diverged.
+        With an elastic force, sets them to the global values. Does nothing if the replicas have not diverged.
         """
         if self._swapped_in or not self.diverged:
             return
         self._keep_present()
         if self._elastic_force:
-            self._set(self.agreed.flats)
+            self._set(self.global_weights.flats)
         else:
             self.average()
         self._swapped_in = True
@@ -182,20 +182,20 @@ class ReplicatedTensors:
         for kept, average in zip(self._kept if self._swapped_in else [], self._buckets, strict=False):
             kept.flat.copy_(average.flat)
 
-    def snapshot(self, before: Mapping[int, Agreed]) -> dict[str, Any]:
-        """Returns a state that undoes an average; ``before`` as in :meth:`AgreedWeights.state_dict`."""
+    def snapshot(self, before: Mapping[int, GlobalValues]) -> dict[str, Any]:
+        """Returns a state that undoes an average; ``before`` as in :meth:`GlobalWeights.state_dict`."""
         average = to_cpu([bucket.flat for bucket in self._buckets]) if self._swapped_in else None
         return {
             "own": self._values(),
             "average": average,
             "diverged": self.diverged,
-            **self.agreed.state_dict(before),
+            **self.global_weights.state_dict(before),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, on the CPU, this rank's values if they may differ, and the state of the agreed weights."""
+        """Returns, on the CPU, this rank's values if they may differ, and the state of the global weights."""
         own = {"own": self._values()} if self._swapped_in or self.diverged else {}
-        return {**own, **self.agreed.state_dict()}
+        return {**own, **self.global_weights.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class ReplicatedTensors:
         self._swapped_in = False
         for tensors, values in zip(self.tensors, state.get("own", []), strict="own" in state):
             foreach_copy_(tensors, values)
-        self.agreed.load_state_dict(state)
+        self.global_weights.load_state_dict(state)
         if state.get("average") is not None:
             self._keep_present()
             self._set(state["average"])

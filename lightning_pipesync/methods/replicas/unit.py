@@ -94,7 +94,7 @@ class ReplicaUnit:
         ended = not self._warming_up and self._average_due(self.num_steps + 1, start)
         self.num_steps += 1
         if self.num_steps == self._config.warmup_steps:
-            self.replicas.agree_on_present()
+            self.replicas.reset_global_weights()
             self._begin_phase()
         return ended
 
@@ -129,7 +129,7 @@ class ReplicaUnit:
         self._set_counters(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state, this rank's replica, agreed weights, averages under way and counters."""
+        """Returns the optimizer's state, this rank's replica, global weights, averages under way and counters."""
         self._drop_pass()
         return {
             "optimizer": self.optimizer.state_dict(),

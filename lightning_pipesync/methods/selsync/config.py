@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
+from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition
@@ -82,7 +82,7 @@ class SelSyncConfig(ReplicaSettings):
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
     bucket_mb: MiB = 25.0
-    """The most MiB of a bucket, which is exchanged in one collective, and awaited as a whole."""
+    """Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole."""
 
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""

@@ -24,7 +24,7 @@ class Policy:
     cancels: bool = False
     """An update cancels the passes under way: those learners begin again with its weights."""
     bound: int | None = None
-    """The most gradients that a learner may be ahead of the slowest one (SSP's s); None: any number."""
+    """Maximum number of gradients that a learner may be ahead of the slowest one (SSP's s); None: any number."""
     together: bool = False
     """All learners skip a step in which one has a gradient that is not finite."""
     local: bool = False

@@ -120,7 +120,7 @@ class MessageRouter:
             in_time = self._changed.wait_for(has_ended, timeout_s)
         self.check()
         if not in_time:
-            raise watch.accuse(what, None, RuntimeError(f"nothing for {timeout_s:g} s"))
+            raise watch.failed_wait(what, None, RuntimeError(f"nothing for {timeout_s:g} s"))
         return [self._answers[kind].popleft() for _ in range(number)]
 
     # --- what arrives; threads of the mail call these ---------------------------------------------------------------

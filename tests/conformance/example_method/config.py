@@ -13,7 +13,7 @@ class AveragingConfig(Settings):
     """Settings of gradient averaging."""
 
     bucket_mb: MiB = 25.0
-    """The most MiB of gradients that are averaged in one collective."""
+    """Maximum MiB of gradients that are averaged in one collective."""
 
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""

@@ -16,9 +16,9 @@ from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable
 
 #: The shortest sleep; less is carried over, because a sleep takes 0.05 ms or more longer than requested.
 _SHORTEST_SLEEP_S = 0.5e-3
-#: The most time between two layers that counts as theirs: the interpreter needs 0.01 to 0.04 ms, or more if busy.
+#: Maximum time between two layers that counts as theirs: the interpreter needs 0.01 to 0.04 ms, or more if busy.
 _LONGEST_DISPATCH_S = 0.05e-3
-#: The most lateness that later layers make up for: a process that was stopped must not skip its work.
+#: Maximum lateness that later layers make up for: a process that was stopped must not skip its work.
 _LARGEST_CREDIT_S = 0.1
 
 

@@ -1,4 +1,4 @@
-"""The agreed weights, and the outer step from them towards the average of the replicas (DiLoCo, SlowMo)."""
+"""The global weights, and the outer step from them towards the average of the replicas (DiLoCo, SlowMo)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_pipesync.methods.replicas.groups import ReplicaGroups
 
 #: Returns an optimizer of some tensors.
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
-#: A bucket's agreed values, and the outer optimizer's state of this rank's shard of them.
-Agreed: TypeAlias = tuple[Tensor, Any]
+#: A bucket's global values, and the outer optimizer's state of this rank's shard of them.
+GlobalValues: TypeAlias = tuple[Tensor, Any]
 
 
 class OuterStep:
-    """Updates this rank's shards of the agreed weights by an element-wise optimizer, which ``make`` returns.
+    """Updates this rank's shards of the global weights by an element-wise optimizer, which ``make`` returns.
 
-    The outer gradient is the agreed weights minus the average of the replicas (DiLoCo, arXiv 2311.08105, Algorithm 1,
-    lines 12 to 14), so that SGD with a learning rate of 1 sets the agreed weights to that average.
+    The outer gradient is the global weights minus the average of the replicas (DiLoCo, arXiv 2311.08105, Algorithm 1,
+    lines 12 to 14), so that SGD with a learning rate of 1 sets the global weights to that average.
     """
 
     def __init__(self, shards: Sequence[Tensor], make: MakeOptimizer) -> None:
@@ -35,7 +35,7 @@ class OuterStep:
 
     @torch.no_grad()
     def step(self, index: int, movement: Tensor) -> Tensor:
-        """Updates a shard, and returns it; ``movement`` is the replicas' average minus the agreed weights."""
+        """Updates a shard, and returns it; ``movement`` is the replicas' average minus the global weights."""
         shard = self._shards[index]
         shard.grad = -movement
         self._optimizers[index].step()
@@ -56,11 +56,11 @@ class OuterStep:
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-class AgreedWeights:
-    """The values of each bucket that all ranks agreed on last, and how an average changes them.
+class GlobalWeights:
+    """The values of each bucket that all ranks had after the last average, and how the next one changes them.
 
     Lossy codecs encode the difference to them, never the weights themselves, and the outer step needs the same
-    difference. Without either, ranks agree on the average itself: then ``flats``, the fused values, is empty.
+    difference. Without either, the average itself is enough: then ``flats``, the fused values, is empty.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AgreedWeights:
         self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
 
     def subtract_from(self, index: int, flat: Tensor) -> None:
-        """Replaces values of a bucket by the difference to the agreed ones."""
+        """Replaces values of a bucket by the difference to the global ones."""
         if self.flats:
             flat.sub_(self.flats[index])
 
@@ -85,37 +85,37 @@ class AgreedWeights:
         """Returns the residuals of a bucket's codec."""
         return self._feedback[index] if self._feedback else None
 
-    def between(self, index: int, count: int | None) -> Callable[[Tensor], object] | None:
+    def shard_hook(self, index: int, count: int | None) -> Callable[[Tensor], object] | None:
         """Returns what changes this rank's shard of a bucket's average, or of a sum that ``count`` divides."""
         return partial(self._outer_step, index, count) if self._outer or count else None
 
     @torch.no_grad()
     def update(self, index: int, flat: Tensor) -> None:
-        """Agrees on the average in ``flat``; with a lossy codec that is a difference, and becomes the average."""
+        """Sets them to the average in ``flat``; with a lossy codec that is a difference, and becomes the average."""
         if self.flats and self._codec.lossless:
             self.flats[index].copy_(flat)
         elif self.flats:
             flat.copy_(self.flats[index].add_(flat))
 
-    def copies(self, indices: Iterable[int]) -> dict[int, Agreed]:
-        """Returns copies on the CPU of the agreed values and the outer states of buckets."""
+    def copies(self, indices: Iterable[int]) -> dict[int, GlobalValues]:
+        """Returns copies on the CPU of the global values and the outer states of buckets."""
         outer = self._outer
         return {
             i: (self.flats[i].to("cpu", copy=True), outer.state_of(i) if outer else {}) for i in indices if self.flats
         }
 
-    def state_dict(self, before: Mapping[int, Agreed] | None = None) -> dict[str, Any]:
-        """Returns, on the CPU, the agreed values, the outer states and the codec's residuals.
+    def state_dict(self, before: Mapping[int, GlobalValues] | None = None) -> dict[str, Any]:
+        """Returns, on the CPU, the global values, the outer states and the codec's residuals.
 
         With ``before``, the :meth:`copies` of buckets from before their average under way, the state is as if no
         average had started, and has no residuals.
         """
         if not self.flats:
             return {}
-        agreed = {**self.copies(set(range(len(self.flats))) - set(before or {})), **(before or {})}
+        values = {**self.copies(set(range(len(self.flats))) - set(before or {})), **(before or {})}
         state = {
-            "common": [agreed[index][0] for index in range(len(self.flats))],
-            "outer": {"states": [agreed[index][1] for index in range(len(self.flats))]} if self._outer else {},
+            "common": [values[index][0] for index in range(len(self.flats))],
+            "outer": {"states": [values[index][1] for index in range(len(self.flats))]} if self._outer else {},
         }
         if before is None:
             state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
@@ -140,12 +140,12 @@ class AgreedWeights:
             shard.div_(count)
         if self._outer is None:
             return
-        agreed = self._replicas.shard(self.flats[index])
-        before = None if self._codec.lossless else agreed.clone()
-        stepped = self._outer.step(index, shard.to(agreed.device))
+        own = self._replicas.shard(self.flats[index])
+        before = None if self._codec.lossless else own.clone()
+        stepped = self._outer.step(index, shard.to(own.device))
         if before is None:
             shard.copy_(stepped)
-        else:  # all ranks, this one too, add the decoded difference to what they agreed on
+        else:  # all ranks, this one too, add the decoded difference to the global weights
             difference = stepped - before
-            agreed.copy_(before)
+            own.copy_(before)
             shard.copy_(difference)  # last: the copy may make the host wait
