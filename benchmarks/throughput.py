@@ -17,7 +17,7 @@ class Throughput:
 
     def __init__(self, policy: Policy, passes: Sequence[Iterator[float]]) -> None:
         num_hosts = len(passes)
-        self._sequencer = Sequencer.of(policy, range(num_hosts))
+        self._sequencer = Sequencer(policy, range(num_hosts))
         self._cancels, self._keeps_computing = policy.cancels, policy.local
         self._seconds = passes
         self._now, self._used = 0.0, 0

@@ -208,7 +208,7 @@ def trainings_of(
     if config.algorithm == "pipedream":
         return Delayed(*common, forward=[n - 1] * num_stages, backward=[n - 1] * num_stages)
     schedules = [Schedule(stage, num_stages, n) for stage in range(num_stages)]
-    lags = [schedule.versions_between for schedule in schedules]
+    lags = [schedule.lag for schedule in schedules]
     if config.algorithm == "weight_stashing":
         return Delayed(*common, forward=lags, backward=lags)
     now = [0] * num_stages

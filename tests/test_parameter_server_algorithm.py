@@ -17,7 +17,7 @@ class Timeline:
     """Three learners, each of which pushes a gradient of the weights that it was released with."""
 
     def __init__(self, policy: Policy, staleness_lr: str = "none") -> None:
-        self.sequencer = Sequencer.of(policy, range(3), staleness_lr)
+        self.sequencer = Sequencer(policy, range(3), staleness_lr)
         self.versions, self.steps = [0, 0, 0], [0, 0, 0]
 
     def push(self, rank: int) -> tuple[list[int], list[int]]:
@@ -163,7 +163,7 @@ def test_the_others_continue_without_a_lost_learner(policy: str, settings: dict[
 )
 def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], factor: float) -> None:
     """Of staleness 3 and 2, after three that were fresh."""
-    sequencer = Sequencer.of(Policy(2, waits=False), range(3), rule)
+    sequencer = Sequencer(Policy(2, waits=False), range(3), rule)
     sequencer.version = 3
     sequencer.staleness_lr.load_state_dict({"total": 3, "count": 2})
     sequencer.push(Gradient(0, 1, version=0))
@@ -212,7 +212,7 @@ def test_a_rank_that_resumes_first_gets_no_batch_of_the_earlier_run() -> None:
     given = (lambda *message: sent.append(message), range(2), range(1))
 
     def coordinator() -> Coordinator:
-        return Coordinator(Sequencer.of(Policy(1, waits=True), range(2)), *given, keep_log=False)
+        return Coordinator(Sequencer(Policy(1, waits=True), range(2)), *given, keep_log=False)
 
     first = coordinator()
     first.hand_out(0, BatchWanted(1, 0, num_batches=9, to_each=False, num_resumed=0))

@@ -166,7 +166,7 @@ def test_a_saved_state_is_that_of_the_last_flush(tmp_path: Path) -> None:
 def test_half_a_gradient_is_not_used() -> None:
     """A gradient counts once all servers have it; so do its learner's later messages."""
     sent: list[tuple[int, Any]] = []
-    sequencer = Sequencer.of(Policy(1, waits=False), range(3))
+    sequencer = Sequencer(Policy(1, waits=False), range(3))
     given = (lambda *message: sent.append(message), range(3), range(2))
     coordinator = Coordinator(sequencer, *given, keep_log=True, num_telling=1)
     whole, half, late = (Gradient(2, step, version=0) for step in (1, 2, 3))
@@ -234,7 +234,7 @@ def test_a_rank_that_was_frozen_in_a_wait_is_told_without_asking(tmp_path: Path)
 def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
     """A message is taken by one thread, and the loss of its sender by another."""
     sent: list[tuple[int, Any]] = []
-    sequencer = Sequencer.of(Policy(2, waits=True), range(3))
+    sequencer = Sequencer(Policy(2, waits=True), range(3))
     coordinator = Coordinator(sequencer, lambda *message: sent.append(message), range(3), range(1), keep_log=True)
     assert not coordinator.is_evicted(2)
     coordinator.forget_rank(2)

@@ -280,7 +280,7 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
             ``downpour``: learners take local steps of plain SGD, push the sum of their gradients every ``n_push``
             steps, each of which is an update, and fetch weights every ``n_fetch`` steps, both under computation.
             ``easgd``: each learner trains a replica with its own optimizer, and every ``period`` steps the replica and
-            the servers' weights pull at each other.
+            the servers' weights attract each other.
         k: K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as
             many as there are learners.
         n: n of ``n_softsync``, about the mean staleness: 1 is similar to ``sync``, the number of learners is ``async``.

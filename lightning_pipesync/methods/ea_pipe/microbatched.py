@@ -101,18 +101,17 @@ class MicroBatchedStage(ModelStage):
 
     def _new_pipeline(self, example: tuple[Any, ...]) -> PipelineScheduleSingle:
         """Returns a schedule for the shapes of a micro-batch, after a run through the layers that changes no buffer."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._layers.buffers()]
+        layers, buffers = _Tupled(self._layers), [(buffer, buffer.clone()) for buffer in self._layers.buffers()]
         if self._channels.activations_in is not None:
             received = self._channels.activations_in.receive()
             example = received if isinstance(received, tuple) else (received,)
         with self._drawing(self._schedule.stage), torch.enable_grad():
-            output = _Tupled(self._layers)(*LayerInput(example).tree)
+            output = layers(*LayerInput(example).tree)
         for buffer, before in buffers:
             buffer.copy_(before)
         if self._channels.activations_out is not None:
             self._channels.activations_out.send(output)
         index, count = self._schedule.stage, self._schedule.num_stages
-        layers = _Tupled(self._layers)
         stage = _ProfiledStage(layers, index, count, self._device, example, output, group=self._group)
         stage.stage_index_to_group_rank = {other: rank_of(other, count) for other in range(count)}
         # Losses are already divided by the number of micro-batches.

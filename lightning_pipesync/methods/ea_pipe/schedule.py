@@ -17,15 +17,11 @@ class Schedule:
     def lag(self) -> int:
         """The number of forward passes by which this stage is ahead of its backward passes.
 
-        N - 1 - stage in the paper. More replicas are spread evenly over the links between stages.
+        With one set of weights, so many updates are between both passes of a mini-batch. N - 1 - stage in the paper.
+        More replicas are spread evenly over the links between stages.
         """
         links = self.num_stages - 1
         return -(-(links - self.stage) * (self.num_replicas - 1) // links) if links else 0
-
-    @property
-    def num_in_flight(self) -> int:
-        """Maximum number of mini-batches between their forward and their backward pass in this stage."""
-        return self.lag + 1
 
     def replica(self, step: int) -> int:
         """Returns the index of the replica that mini-batch ``step`` (both from 0) uses in every stage."""
@@ -34,11 +30,6 @@ class Schedule:
     def is_due(self, step: int, period: int) -> bool:
         """Returns whether the replica is pulled after mini-batch ``step`` (from 0): ceil(t / N) mod tau = 0."""
         return (step // self.num_replicas + 1) % period == 0
-
-    @property
-    def versions_between(self) -> int:
-        """The updates of this stage between both passes of a mini-batch, with one set of weights."""
-        return self.lag
 
     @property
     def versions_after(self) -> int:

@@ -131,7 +131,7 @@ class StashedWeights(StageWeights):
 
     @property
     def num_copies(self) -> int:
-        return self._schedule.num_in_flight
+        return self._schedule.lag + 1
 
     def for_forward(self, step: int) -> None:
         self._versions.load(step % self.num_copies)
@@ -179,7 +179,7 @@ class SpecTrainWeights(StageWeights):
         self._before = [torch.empty_like(flat) for flat in self._velocity]
 
     def for_forward(self, step: int) -> None:
-        self._predict(self._schedule.versions_between + self._schedule.versions_after)
+        self._predict(self._schedule.lag + self._schedule.versions_after)
 
     def for_backward(self, step: int) -> None:
         self._predict(self._schedule.versions_after)

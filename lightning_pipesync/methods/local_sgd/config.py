@@ -146,7 +146,7 @@ class LocalSGDConfig(ReplicaSettings):
         self._check("elastic_force", force == "auto" or 0 < force < 1, "'auto' or in (0, 1)")
         if self.outer_optimizer == "elastic" and self.participation < 1:
             raise ValueError(
-                f"outer_optimizer='elastic' pulls at all replicas: set participation=1, not {self.participation!r}."
+                f"outer_optimizer='elastic' attracts all replicas: set participation=1, not {self.participation!r}."
             )
         if self.undoes_averages and self.period == BY_GRADIENT:
             raise ValueError(

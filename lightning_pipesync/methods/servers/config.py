@@ -66,7 +66,7 @@ class ParameterServerConfig(Settings):
     learner is more than ``staleness_bound`` gradients ahead of the slowest one. ``downpour``: learners take local steps
     of plain SGD, push the sum of their gradients every ``n_push`` steps, each of which is an update, and fetch weights
     every ``n_fetch`` steps, both under computation. ``easgd``: each learner trains a replica with its own optimizer,
-    and every ``period`` steps the replica and the servers' weights pull at each other."""
+    and every ``period`` steps the replica and the servers' weights attract each other."""
 
     k: int | None = None
     """K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as many

@@ -1,6 +1,6 @@
 """The coordinator, on rank 0: takes the decisions that all servers follow, and hands out batches.
 
-[Note: half a gradient]
+[Note: incomplete gradients]
 A learner may be lost when some servers have its gradient and others do not, and an update by that gradient would never
 end. So where training survives the loss of a learner, all servers tell the coordinator what arrives. A gradient counts
 once all of them have it, and whatever its learner sends later waits for that.
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.messages import (
-    AgreedBuffers,
     Batch,
     BatchWanted,
     Decision,
     Evicted,
+    FlushedBuffers,
     Gradient,
     Refused,
     Request,
@@ -38,7 +38,8 @@ COORDINATOR = 0
 class Coordinator:
     """Calls the sequencer with what arrives from ``learners``, and sends its decisions to ``followers`` in their order.
 
-    Threads of the mail call its methods. ``num_telling`` other servers tell what arrives, see [Note: half a gradient].
+    Threads of the mail call its methods. ``num_telling`` other servers tell what arrives, see
+    [Note: incomplete gradients].
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class Coordinator:
             self._buffers.pop(rank, None)
             self._reloading.discard(rank)
             self._send(rank, Evicted())
-            halves = [Decision(dropped=gradient) for gradient in self._arrivals.forget_rank(rank)]
-            self._decide([*halves, *self._sequencer.lose(rank)])
+            incomplete = [Decision(dropped=gradient) for gradient in self._arrivals.forget_rank(rank)]
+            self._decide([*incomplete, *self._sequencer.lose(rank)])
 
     def is_evicted(self, rank: int) -> bool:
         """Returns whether a rank counts as lost, and if so tells it."""
@@ -166,7 +167,7 @@ class Coordinator:
                     self._send(rank, decision)
             if decision.whole and self._buffers:
                 for rank in decision.released:
-                    self._send(rank, AgreedBuffers(self._buffers[min(self._buffers)]))
+                    self._send(rank, FlushedBuffers(self._buffers[min(self._buffers)]))
                 self._buffers = {}
 
     def _refuse_partial_reload(self, ranks: Sequence[int]) -> bool:
@@ -185,7 +186,7 @@ class Coordinator:
 
 
 class _Arrivals:
-    """Delivers what each learner sends in its order, see [Note: half a gradient]."""
+    """Delivers what each learner sends in its order, see [Note: incomplete gradients]."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
@@ -206,8 +207,8 @@ class _Arrivals:
 
     def forget_rank(self, rank: int) -> list[Gradient]:
         """Forgets a learner that is lost; returns its gradients that only some servers have."""
-        halves = {message for message in self._sent.pop(rank, ()) if isinstance(message, Gradient)}
-        halves |= {gradient for gradient in self.parts if gradient.rank == rank}
-        for gradient in halves:
+        incomplete = {message for message in self._sent.pop(rank, ()) if isinstance(message, Gradient)}
+        incomplete |= {gradient for gradient in self.parts if gradient.rank == rank}
+        for gradient in incomplete:
             self.parts.pop(gradient, None)
-        return sorted(halves, key=lambda gradient: gradient.step)
+        return sorted(incomplete, key=lambda gradient: gradient.step)

@@ -282,7 +282,7 @@ class DownpourLearner(_LocalLearner):
 
 
 class EASGDLearner(_LocalLearner):
-    """Trains a replica with the user's optimizer; every ``period`` steps the replica and the center pull at each other.
+    """Trains a replica with the user's optimizer; every ``period`` steps the replica and the center attract each other.
 
     The center is the servers' weights (asynchronous EASGD, Zhang et al., NIPS 2015, Algorithm 1).
     """

@@ -106,7 +106,7 @@ class Push:
 
 @dataclass(frozen=True)
 class PushArrived:
-    """A server has received a gradient, see [Note: half a gradient]."""
+    """A server has received a gradient, see [Note: incomplete gradients]."""
 
     gradient: Gradient
 
@@ -159,7 +159,7 @@ class LearnerBuffers:
 
 
 @dataclass(frozen=True)
-class AgreedBuffers:
+class FlushedBuffers:
     """The first learner's buffers, which all ranks get once all learners have retired."""
 
     values: list[Tensor]

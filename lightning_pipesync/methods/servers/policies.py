@@ -8,7 +8,7 @@ the weights is the same on all shards, and a run can be replayed from its decisi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_pipesync.methods.servers.messages import Decision, Gradient, Update
 
@@ -43,7 +43,7 @@ def policies(learners: int, k: int, n: int, staleness_bound: int) -> dict[str, P
         "n_softsync": Policy(learners // n, waits=False),
         "ssp": Policy(1, waits=True, bound=staleness_bound),
         "downpour": Policy(1, waits=False, local=True),
-        "easgd": Policy(1, waits=True),  # what is pushed is a replica, which pulls at the weights, and they at it
+        "easgd": Policy(1, waits=True),  # what is pushed is a replica, which attracts the weights, and they it
     }
 
 
@@ -98,29 +98,25 @@ class _Progress:
         return not (self.retired or self.serves)
 
 
-@dataclass
 class Sequencer:
-    """Decides, in the order in which the learners' gradients and requests arrive."""
+    """Decides, in the order in which the learners' gradients and requests arrive.
 
-    policy: Policy
-    staleness_lr: StalenessLR
-    learners: dict[int, _Progress]  # by rank
-    predicts: bool = False  # learners get weights predicted by as many updates as gradients are stale on average
-    version: int = 0  # the number of updates so far
-    pending: list[Gradient] = field(default_factory=list)  # that no update has used yet
+    ``servers`` of the ``ranks`` take no steps. With ``predicts`` learners get weights predicted by as many updates as
+    gradients are stale on average.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         policy: Policy,
         ranks: Iterable[int],
         staleness_lr: str = "none",
         predicts: bool = False,
         servers: Collection[int] = (),
-    ) -> Sequencer:
-        """Returns the sequencer of ranks, which have the weights of version 0; ``servers`` of them only serve."""
-        learners = {rank: _Progress(serves=rank in servers) for rank in ranks}
-        return cls(policy, StalenessLR(staleness_lr), learners, predicts)
+    ) -> None:
+        self.policy, self.staleness_lr, self.predicts = policy, StalenessLR(staleness_lr), predicts
+        self.learners = {rank: _Progress(serves=rank in servers) for rank in ranks}
+        self.version = 0  # the number of updates so far
+        self.pending: list[Gradient] = []  # that no update has used yet
 
     def push(self, gradient: Gradient) -> list[Decision]:
         """A learner has pushed a gradient, and waits for weights unless it takes local steps."""

@@ -15,11 +15,11 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.servers.config import Roles
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.messages import (
-    AgreedBuffers,
     Batch,
     BatchWanted,
     Decision,
     Evicted,
+    FlushedBuffers,
     LearnerBuffers,
     PartialSums,
     Push,
@@ -85,9 +85,9 @@ class MessageRouter:
         [(_, decision)] = self._await(Decision, "the gradients of all ranks")
         return bool(decision.skip)
 
-    def agreed_buffers(self) -> list[Tensor]:
+    def flushed_buffers(self) -> list[Tensor]:
         """Returns the first learner's buffers, once all learners have retired."""
-        [(_, buffers)] = self._await(AgreedBuffers, "the buffers of the first learner")
+        [(_, buffers)] = self._await(FlushedBuffers, "the buffers of the first learner")
         return buffers.values
 
     def states_of(self, optimizer: int) -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@ class ParameterServer(SyncMethod):
             make = partial(CenterServer, roles.force) if self._learner.keeps_replica else Server
             self._server = make(shards, num_servers, config, router.send, router.fail, self._states.keep)
         everyone, predicts = range(transport.world_size), config.delay_compensation == "momentum"
-        sequencer = Sequencer.of(policy, everyone, config.staleness_lr, predicts, range(roles.learners.start))
+        sequencer = Sequencer(policy, everyone, config.staleness_lr, predicts, range(roles.learners.start))
         followers = everyone if policy.cancels or policy.together else everyone[:num_servers]
         num_telling = num_servers - 1 if roles.survives_loss else 0
         self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config.keep_log, num_telling)
@@ -236,7 +236,7 @@ class ParameterServer(SyncMethod):
         if buffers and self.transport.rank in learners:
             self._router.send(COORDINATOR, LearnerBuffers([buffer.cpu().clone() for buffer in buffers]))
         self._learner.retire()
-        for buffer, value in zip(buffers, self._router.agreed_buffers() if buffers else (), strict=True):
+        for buffer, value in zip(buffers, self._router.flushed_buffers() if buffers else (), strict=True):
             buffer.copy_(value)
         self.flushed = True
 

@@ -204,7 +204,7 @@ class Server:
 
 
 class CenterServer(Server):
-    """A server of EASGD: it has the center, and the center and the replicas pull at each other."""
+    """A server of EASGD: it has the center, and the center and the replicas attract each other."""
 
     def __init__(self, force: float, *args: Any) -> None:
         super().__init__(*args)

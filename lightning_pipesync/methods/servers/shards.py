@@ -162,7 +162,8 @@ class ServedShard:
                     # DC-ASGD Eq. 10: the Hessian is approximated by lambda times the diagonal of g g^T.
                     moved = (self.values - computed_at[i]).to(self._decoded.dtype)
                     self._decoded.addcmul_(self._decoded * self._decoded, moved, value=self._dc_lambda)
-                self._total.zero_() if i == 0 else None
+                if i == 0:
+                    self._total.zero_()
                 self._total.add_(self._decoded, alpha=weight)
             elif i == 0:
                 self._codec.decode(wire, self._total, self.values.dtype)
