@@ -9,7 +9,7 @@ import pytest
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import Coordinator
-from lightning_pipesync.methods.servers.messages import BatchWanted, Decision, Gradient
+from lightning_pipesync.methods.servers.messages import BatchRequest, Decision, Gradient
 from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
 
@@ -215,9 +215,9 @@ def test_a_rank_that_resumes_first_gets_no_batch_of_the_earlier_run() -> None:
         return Coordinator(Sequencer(Policy(1, waits=True), range(2)), *given, keep_log=False)
 
     first = coordinator()
-    first.hand_out(0, BatchWanted(1, 0, num_batches=9, to_each=False, num_resumed=0))
+    first.hand_out(0, BatchRequest(1, 0, num_batches=9, to_each=False, num_resumed=0))
     resumed = coordinator()
-    resumed.hand_out(1, BatchWanted(1, 0, num_batches=9, to_each=False, num_resumed=1))
+    resumed.hand_out(1, BatchRequest(1, 0, num_batches=9, to_each=False, num_resumed=1))
     assert len(sent) == 1, "rank 0 has not resumed yet"
     resumed.load_state_dict(first.state_dict(), version=0)
     assert [(rank, what.number) for rank, what in sent] == [(0, 0), (1, 1)]

@@ -168,7 +168,7 @@ def test_half_a_gradient_is_not_used() -> None:
     sent: list[tuple[int, Any]] = []
     sequencer = Sequencer(Policy(1, waits=False), range(3))
     given = (lambda *message: sent.append(message), range(3), range(2))
-    coordinator = Coordinator(sequencer, *given, keep_log=True, num_telling=1)
+    coordinator = Coordinator(sequencer, *given, keep_log=True, num_reporting=1)
     whole, half, late = (Gradient(2, step, version=0) for step in (1, 2, 3))
     coordinator.arrived(whole)
     coordinator.push(whole, UpdateSettings([]))

@@ -169,18 +169,16 @@ class ParameterServerConfig(Settings):
                 raise ValueError(f"{name}={getattr(self, name)!r} {why}: set {name}='none'.")
 
     def for_framework(self) -> ParameterServerConfig:
-        if self.on_lost_rank == "continue":
-            raise ValueError(
-                "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
-                "themselves, among all ranks. Use ParameterServer(model, optimizer, on_lost_rank='continue') in a "
-                "loop, or set on_lost_rank='raise'."
-            )
-        if self.dedicated_servers:
-            raise ValueError(
-                "dedicated_servers=True is for plain loops: a Trainer, Fabric and Accelerate count on a batch on each "
-                "rank. Use ParameterServer(model, optimizer, dedicated_servers=True) in a loop, or set "
-                "dedicated_servers=False."
-            )
+        for name, is_refused, why, instead in (
+            ("on_lost_rank", self.on_lost_rank == "continue", "communicate by themselves, among all ranks", "raise"),
+            ("dedicated_servers", self.dedicated_servers, "count on a batch on each rank", False),
+        ):
+            if is_refused:
+                setting = f"{name}={getattr(self, name)!r}"
+                raise ValueError(
+                    f"{setting} is for plain loops: a Trainer, Fabric and Accelerate {why}. Use "
+                    f"ParameterServer(model, optimizer, {setting}) in a loop, or set {name}={instead!r}."
+                )
         return replace(self, on_lost_rank="raise")
 
     def roles(self, world_size: int) -> Roles:

@@ -2,8 +2,8 @@
 
 [Note: incomplete gradients]
 A learner may be lost when some servers have its gradient and others do not, and an update by that gradient would never
-end. So where training survives the loss of a learner, all servers tell the coordinator what arrives. A gradient counts
-once all of them have it, and whatever its learner sends later waits for that.
+end. So where training survives the loss of a learner, all servers report to the coordinator what arrives. A gradient
+counts once all of them have it, and whatever its learner sends later waits for that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.messages import (
     Batch,
-    BatchWanted,
+    BatchRequest,
     Decision,
     Evicted,
     FlushedBuffers,
@@ -38,7 +38,7 @@ COORDINATOR = 0
 class Coordinator:
     """Calls the sequencer with what arrives from ``learners``, and sends its decisions to ``followers`` in their order.
 
-    Threads of the mail call its methods. ``num_telling`` other servers tell what arrives, see
+    Threads of the mail call its methods. ``num_reporting`` other servers report what arrives, see
     [Note: incomplete gradients].
     """
 
@@ -49,14 +49,14 @@ class Coordinator:
         learners: Iterable[int],
         followers: Sequence[int],
         keep_log: bool,
-        num_telling: int = 0,
+        num_reporting: int = 0,
     ) -> None:
         self.log: list[Update] = []  # all updates so far, with ``keep_log``
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
         self._queue = WorkQueue(learners)
-        self._num_resumed, self._early = 0, list[tuple[int, BatchWanted]]()  # what ranks ask that have resumed earlier
+        self._num_resumed, self._early = 0, list[tuple[int, BatchRequest]]()  # what ranks ask that have resumed earlier
         self._lost: set[int] = set()
-        self._arrivals = _Arrivals(num_telling)
+        self._arrivals = _Arrivals(num_reporting)
         self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
         self._reloading: set[int] = set()  # the ranks that retire because they have loaded weights or states
         self._settings: dict[Gradient, UpdateSettings] = {}  # of the pushed gradients
@@ -94,7 +94,7 @@ class Coordinator:
             if rank not in self._lost:
                 self._buffers[rank] = buffers
 
-    def hand_out(self, rank: int, ask: BatchWanted) -> None:
+    def hand_out(self, rank: int, ask: BatchRequest) -> None:
         """Sends a learner the number of its next batch, once this rank knows what an earlier run has handed out."""
         with self._lock:
             if ask.num_resumed > self._num_resumed:
@@ -104,7 +104,7 @@ class Coordinator:
         self._send(rank, Batch(number))
 
     def forget_rank(self, rank: int) -> None:
-        """Marks a rank as lost: no decision waits for it, and it is told so, as it may only be frozen."""
+        """Marks a rank as lost: no decision waits for it, and it is notified, as it may only be frozen."""
         with self._lock:
             self._lost.add(rank)
             self._buffers.pop(rank, None)
@@ -114,7 +114,7 @@ class Coordinator:
             self._decide([*incomplete, *self._sequencer.lose(rank)])
 
     def is_evicted(self, rank: int) -> bool:
-        """Returns whether a rank counts as lost, and if so tells it."""
+        """Returns whether a rank counts as lost, and if so notifies it."""
         with self._lock:
             lost = rank in self._lost
         if lost:

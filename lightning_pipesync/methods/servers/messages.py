@@ -134,7 +134,7 @@ class PartialSums:
 
 
 @dataclass(frozen=True)
-class BatchWanted:
+class BatchRequest:
     """A learner asks for a loader's next batch; ``num_resumed`` is how many times it has resumed from a saved state."""
 
     loader: int
@@ -166,7 +166,7 @@ class FlushedBuffers:
 
 
 @dataclass(frozen=True)
-class StatesWanted:
+class StatesRequest:
     """A rank asks a server for its part of an optimizer's state."""
 
     optimizer: int

@@ -133,7 +133,7 @@ class Sequencer:
         return self._release()
 
     def check(self, rank: int, finite: bool) -> list[Decision]:
-        """A learner says whether its gradient of a step that all take together is finite."""
+        """A learner reports whether its gradient of a step that all take together is finite."""
         self.learners[rank].finite = finite
         return self._skip_if_due()
 
@@ -158,12 +158,12 @@ class Sequencer:
         return self.retire(retired[0]) if retired else self._skip_if_due() + self._update_if_due() + self._release()
 
     def _skip_if_due(self) -> list[Decision]:
-        """Decides whether a step is skipped once all learners that take it have said whether they can."""
-        told = [learner for learner in self.learners.values() if learner.finite is not None]
-        if not told or any(learner.finite is None and learner.trains for learner in self.learners.values()):
+        """Decides whether a step is skipped, once all learners that take it have reported."""
+        reported = [learner for learner in self.learners.values() if learner.finite is not None]
+        if not reported or any(learner.finite is None and learner.trains for learner in self.learners.values()):
             return []
-        skip = not all(learner.finite for learner in told)
-        for learner in told:
+        skip = not all(learner.finite for learner in reported)
+        for learner in reported:
             learner.finite = None
         return [Decision(skip=skip)]
 

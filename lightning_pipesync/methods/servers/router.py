@@ -16,7 +16,7 @@ from lightning_pipesync.methods.servers.config import Roles
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.messages import (
     Batch,
-    BatchWanted,
+    BatchRequest,
     Decision,
     Evicted,
     FlushedBuffers,
@@ -27,7 +27,7 @@ from lightning_pipesync.methods.servers.messages import (
     Refused,
     Request,
     States,
-    StatesWanted,
+    StatesRequest,
     WeightsMessage,
 )
 from lightning_pipesync.methods.servers.server import Server
@@ -75,7 +75,7 @@ class MessageRouter:
 
     def next_batch(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of a loader's next batch; None at the end of the epoch."""
-        self.send(COORDINATOR, BatchWanted(loader, epoch, num_batches, to_each, self.num_resumed))
+        self.send(COORDINATOR, BatchRequest(loader, epoch, num_batches, to_each, self.num_resumed))
         [(_, batch)] = self._await(Batch, "the next batch")
         return batch.number
 
@@ -93,7 +93,7 @@ class MessageRouter:
     def states_of(self, optimizer: int) -> list[dict[str, Any]]:
         """Returns each server's part of an optimizer's state, by parameter name; not a collective call."""
         for server in range(self.num_servers):
-            self.send(server, StatesWanted(optimizer))
+            self.send(server, StatesRequest(optimizer))
         parts = dict(self._await(States, "the states of the parameter servers' optimizers", self.num_servers))
         return [parts[server].values for server in range(self.num_servers)]
 
@@ -128,7 +128,7 @@ class MessageRouter:
     def _deliver(self, rank: int, message: Any) -> None:
         server, coordinator = self._server, self._coordinator
         match message:
-            case Push() | Request() | LearnerBuffers() | BatchWanted() if coordinator.is_evicted(rank):
+            case Push() | Request() | LearnerBuffers() | BatchRequest() if coordinator.is_evicted(rank):
                 pass
             case Push(gradient, settings):
                 assert server is not None
@@ -141,11 +141,11 @@ class MessageRouter:
                 coordinator.request(rank, message)
             case PushArrived(gradient):
                 coordinator.arrived(gradient)
-            case BatchWanted():
+            case BatchRequest():
                 coordinator.hand_out(rank, message)
             case LearnerBuffers(values):
                 coordinator.keep_buffers(rank, values)
-            case StatesWanted(optimizer):
+            case StatesRequest(optimizer):
                 self.send(rank, States(self._part(optimizer)))
             case PartialSums():
                 assert server is not None

@@ -111,8 +111,8 @@ class ParameterServer(SyncMethod):
         everyone, predicts = range(transport.world_size), config.delay_compensation == "momentum"
         sequencer = Sequencer(policy, everyone, config.staleness_lr, predicts, range(roles.learners.start))
         followers = everyone if policy.cancels or policy.together else everyone[:num_servers]
-        num_telling = num_servers - 1 if roles.survives_loss else 0
-        self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config.keep_log, num_telling)
+        reporting = num_servers - 1 if roles.survives_loss else 0
+        self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config.keep_log, reporting)
         router.start(self._coordinator, self._server, self._states.kept)
 
     def prepare_train_loader(
