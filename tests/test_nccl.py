@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from threading import Event
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.gloo import GlooExchange
-from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups
+from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups, new_nccl_group
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from tests.harness import launch
@@ -149,6 +150,29 @@ def launches(codec_name: str, dtype: torch.dtype, world_size: int) -> int:
         exchange.reduce_scatter(flat, codec, mean=True, feedback=feedback)
         exchange.all_gather(flat, codec, feedback)
     return counted.number + len(group.method_calls) - 2  # without the calls for the rank and for the number of ranks
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_an_all_reduce_is_one_launch_and_a_division(ranks: int) -> None:
+    flat, group = torch.zeros(ranks * 4096, device="meta"), MagicMock()
+    group.get_world_size.return_value = ranks
+    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
+        NcclExchange(MagicMock(), flat.device).all_reduce(flat, get_codec("none"), mean=True, feedback=None)
+    assert counted.number == 1
+    group.all_reduce.assert_called_once()
+
+
+def test_groups_are_made_with_nothing_in_flight_and_come_before_training() -> None:
+    calls, device = MagicMock(), torch.device("cuda", 1)
+    with (
+        patch.object(torch.cuda, "synchronize", calls.synchronize),
+        patch.object(dist, "ProcessGroupNCCL", calls.nccl, create=True),
+        patch.object(dist, "new_group", calls.new_group),
+    ):
+        new_nccl_group([0, 1], device, timedelta(seconds=5))
+    assert [name for name, _, _ in calls.mock_calls] == ["synchronize", "nccl.Options", "new_group"]
+    calls.synchronize.assert_called_once_with(device)
+    calls.nccl.Options.assert_called_once_with(is_high_priority_stream=True)
 
 
 @pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_pipesync.core.comm.handle import Handle, Promise, Worker
+from lightning_pipesync.core.comm.nccl import HIGH_PRIORITY
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.profiling import profiled
 
@@ -71,7 +72,7 @@ class CommQueue:
         self._error: BaseException | None = None
         self._submitted: deque[Queued[Any]] = deque()  # operations that may be unfinished
         self._worker, self._device, self._traffic = Worker(name, self._advance, device), device, traffic
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY) if device.type == "cuda" else None
 
     def submit(
         self,

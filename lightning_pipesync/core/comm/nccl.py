@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.gloo import ShardHook
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.torch_private import foreach_copy_
+
+#: Of streams of communication: their kernels are few and short, and training would otherwise delay them.
+HIGH_PRIORITY = -1
+
+
+def new_nccl_group(ranks: list[int] | None, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    """Returns a process group of ``ranks``, all if None; a collective call of all ranks."""
+    # A default group that is bound to its device is split, which must not meet work in flight.
+    torch.cuda.synchronize(device)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
 
 
 def destroy_nccl_groups(groups: Sequence[dist.ProcessGroup], abort: bool) -> None:
@@ -51,7 +63,7 @@ class NcclExchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -74,6 +86,9 @@ class NcclExchange:
         shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
         def both() -> Tensor:
+            if shard_hook is None and _is_summed_by_nccl(flat, codec):
+                dist.all_reduce(flat, group=self._group)
+                return flat.div_(self._world_size) if mean else flat
             own = self._reduce_scatter(flat, codec, mean, feedback)
             if shard_hook is not None:
                 shard_hook(own)
@@ -114,9 +129,9 @@ class NcclExchange:
     def _reduce_scatter(self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None) -> Tensor:
         rows = self._rows(flat)
         own, total = shard_of(flat, self._rank, self._world_size), rows[self._rank]
-        if codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype:
+        if _is_summed_by_nccl(flat, codec):
             dist.reduce_scatter_tensor(total, rows.view(-1), group=self._group)
-        else:  # NCCL would sum 16-bit floats in 16 bits, and wire formats as bytes
+        else:
             total = self._exchange_and_sum(rows, codec, feedback)
         if mean:
             total.div_(self._world_size)
@@ -177,3 +192,8 @@ class NcclExchange:
     def _copy_back(self, rows: Tensor, flat: Tensor) -> Tensor:
         """Copies ``rows`` to ``flat`` if :meth:`_rows` has made a copy of it."""
         return flat if rows.numel() == flat.numel() else flat.copy_(rows.view(-1)[: flat.numel()])
+
+
+def _is_summed_by_nccl(flat: Tensor, codec: Codec) -> bool:
+    """It would sum 16-bit floats in 16 bits, and wire formats as bytes."""
+    return codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype

@@ -21,7 +21,7 @@ from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.mail import Mail
 from lightning_pipesync.core.comm.messages import Messages, end_waits
-from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups
+from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups, new_nccl_group
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
@@ -239,9 +239,10 @@ class Transport(Collectives):
         return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        if backend == "nccl":  # a default group that is bound to a device is split, with nothing in flight
-            torch.cuda.synchronize(self.device)
-        group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
+        if backend == "nccl":
+            group = new_nccl_group(ranks, self.device, self._timeout)
+        else:
+            group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
         if ranks is None or self.rank in ranks:
             self._groups.append(group)
         return group
