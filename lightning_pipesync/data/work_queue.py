@@ -24,7 +24,7 @@ class WorkQueueBatches(Sampler[list[int]]):
 
     Attributes:
         num_taken: number of batches that have been handed out to all ranks, in all epochs, when this rank asked last.
-        max_batches: the most batches that are handed out to all ranks, in all epochs; None: any number.
+        max_batches: maximum number of batches that are handed out to all ranks, in all epochs; None: any number.
     """
 
     def __init__(

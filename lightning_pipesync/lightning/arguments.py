@@ -188,7 +188,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         elastic_force: alpha of EASGD, in (0, 1): the share of its distance to the global weights by which a replica is
             attracted, and they by it. ``auto``: 0.9 / number of replicas.
         fragments: Number of pieces of the model, in the order of its layers, which are averaged in turns within a
-            period (Streaming DiLoCo): the most traffic at a time falls by this factor.
+            period (Streaming DiLoCo): the peak traffic falls by this factor.
         overlap_steps: tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied,
             at most ``period``. 0: the step waits for it.
         mixing_factor: With ``overlap_steps``: what stays of a rank's weights when an average is applied. A number in
@@ -284,24 +284,24 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         k: K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as
             many as there are learners.
         n: n of ``n_softsync``, about the mean staleness: 1 is similar to ``sync``, the number of learners is ``async``.
-        staleness_bound: s of ``ssp``: the most gradients that a learner may be ahead of the slowest one.
+        staleness_bound: s of ``ssp``: maximum number of gradients that a learner may be ahead of the slowest one.
         n_push: Steps of ``downpour`` from one push to the next.
         n_fetch: Steps of ``downpour`` from one fetch to the next.
-        period: tau of ``easgd``: steps of a learner from one pull to the next.
+        period: tau of ``easgd``: steps of a learner from one exchange with the servers to the next.
         elastic_force: alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers'
             weights move. ``auto``: 0.9 / number of learners.
-        servers: Number of ranks, the first ones, that serve a share of the weights, and train. None: all.
+        servers: Number of servers: the first ranks, each with a share of the weights; they also train. None: all ranks.
         dedicated_servers: Whether the servers only serve, as in the papers, and the other ranks train. In plain loops.
         staleness_lr: How the learning rate depends on the staleness of gradients, the number of updates since the
             weights at which they were computed. ``mean``: it is divided by the mean staleness so far, where that is
             above 1. ``gradient``: each gradient counts by 1 / staleness. ``distance``: each counts by
             ``distance_bound`` over the squared distance of the weights from those at which it was computed, 1 at most
             (Dutta et al., AISTATS 2018, Eq. 13); the servers keep the weights of each learner for that.
-        distance_bound: C / eta_max of that rule: the squared distance from which on the rate falls.
-        delay_compensation: How stale gradients are compensated. ``momentum``: learners get predicted weights, to which
-            momentum alone leads in as many updates as gradients have been stale on average (SpecTrain). ``dc_asgd``:
-            the servers add to each gradient the Taylor expansion for the distance that the weights have moved since;
-            they keep the weights of each learner for that.
+        distance_bound: C / eta_max of that rule: the squared distance above which the learning rate falls.
+        delay_compensation: How stale gradients are compensated. ``momentum``: learners get weights predicted by
+            momentum alone, as many updates ahead as gradients have been stale on average (SpecTrain). ``dc_asgd``: the
+            servers add to each gradient the Taylor expansion for the distance that the weights have moved since; they
+            keep the weights of each learner for that.
         dc_lambda: lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian.
         elementwise: Classes of further element-wise optimizers, which can be divided among several servers.
         compression: Codec of the gradients: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk.

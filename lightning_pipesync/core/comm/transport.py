@@ -133,7 +133,7 @@ class Transport(Collectives):
         Args:
             series: the number of the channel, unique among the open channels between the two ranks.
             wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
-            window: the most messages in flight.
+            window: maximum number of messages in flight.
             what: what is sent, for profilers.
         """
         return MessageSender(self._series(series), dst, self.traffic, wire_dtype, window, what)

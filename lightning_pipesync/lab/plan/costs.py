@@ -27,7 +27,7 @@ LEAST_BYTES, MOST_BYTES, LARGEST_S = 2**18, 2**24, 0.25
 #: Each size is a fraction of the next one, and there are so many.
 FACTOR, NUM_SIZES = 4, 4
 
-#: The least and the most operations in a row, and how many times.
+#: Minimum and maximum number of operations in a row, and how many times.
 LEAST, MOST, ROUNDS = 4, 32, 3
 
 #: Maximum number of ranks of Gloo among which DDP is expected to have a flat ring.

@@ -30,7 +30,7 @@ from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 #: Candidates: the least share of a piece that is gathered before the next reduce-scatter is ready.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 
-#: Candidates: the longest that a piece takes, as a share of backward; and the most pieces of a bucket.
+#: Candidates: maximum time of a piece, as a share of backward; and maximum number of pieces of a bucket.
 LONGEST, MOST_PIECES = (math.inf, 0.2, 0.05), 16
 
 #: The least gain, as a share of a step, for which all-gathers start early.

@@ -73,7 +73,7 @@ class LocalSGDConfig(ReplicaSettings):
 
     fragments: int = 1
     """Number of pieces of the model, in the order of its layers, which are averaged in turns within a period (Streaming
-    DiLoCo): the most traffic at a time falls by this factor."""
+    DiLoCo): the peak traffic falls by this factor."""
 
     overlap_steps: int = 0
     """tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied, at most

@@ -76,7 +76,7 @@ class ParameterServerConfig(Settings):
     """n of ``n_softsync``, about the mean staleness: 1 is similar to ``sync``, the number of learners is ``async``."""
 
     staleness_bound: int = 3
-    """s of ``ssp``: the most gradients that a learner may be ahead of the slowest one."""
+    """s of ``ssp``: maximum number of gradients that a learner may be ahead of the slowest one."""
 
     n_push: int = 1
     """Steps of ``downpour`` from one push to the next."""
@@ -85,14 +85,14 @@ class ParameterServerConfig(Settings):
     """Steps of ``downpour`` from one fetch to the next."""
 
     period: int = 10
-    """tau of ``easgd``: steps of a learner from one pull to the next."""
+    """tau of ``easgd``: steps of a learner from one exchange with the servers to the next."""
 
     elastic_force: Literal["auto"] | float = "auto"
     """alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers' weights move.
     ``auto``: 0.9 / number of learners."""
 
     servers: int | None = None
-    """Number of ranks, the first ones, that serve a share of the weights, and train. None: all."""
+    """Number of servers: the first ranks, each with a share of the weights; they also train. None: all ranks."""
 
     dedicated_servers: bool = False
     """Whether the servers only serve, as in the papers, and the other ranks train. In plain loops."""
@@ -105,11 +105,11 @@ class ParameterServerConfig(Settings):
     weights of each learner for that."""
 
     distance_bound: float = 0.005
-    """C / eta_max of that rule: the squared distance from which on the rate falls."""
+    """C / eta_max of that rule: the squared distance above which the learning rate falls."""
 
     delay_compensation: DelayCompensation = "none"
-    """How stale gradients are compensated. ``momentum``: learners get predicted weights, to which momentum alone leads
-    in as many updates as gradients have been stale on average (SpecTrain). ``dc_asgd``: the servers add to each
+    """How stale gradients are compensated. ``momentum``: learners get weights predicted by momentum alone, as many
+    updates ahead as gradients have been stale on average (SpecTrain). ``dc_asgd``: the servers add to each
     gradient the Taylor expansion for the distance that the weights have moved since; they keep the weights of each
     learner for that."""
 

@@ -69,7 +69,7 @@ class ParameterServer(SyncMethod):
     lab = ParameterServerLab
     metric_infos = MappingProxyType(
         {
-            "updates": MetricInfo("updates whose weights a rank has got", over_ranks="max"),
+            "updates": MetricInfo("updates that a rank's weights include", over_ranks="max"),
             "cancelled": MetricInfo("passes that a rank has cancelled so far"),
             "staleness": MetricInfo("that of all gradients so far, on average", "updates", "rank 0"),
             **NETWORK_METRICS,
