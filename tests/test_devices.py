@@ -1,17 +1,81 @@
-"""Several CUDA devices and streams, for which there are stand-ins."""
+"""What costs time or goes wrong on CUDA alone: several devices and streams, and a host that waits for its device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipesync import DeAR, LocalSGD, PipeSGD, SelSync
 from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
+from lightning_pipesync.methods.sync_method import SyncMethod
+from tests.case_table import Outcomes, launch_cases
+from tests.models import OPTIMIZERS, loss, seeded_mlp
 
 SECOND = torch.device("cuda", 1)
+
+#: How often the host waits for the device in a step, by method and settings: SelSync for its trigger, Pipe-SGD for the
+#: norm of a gradient of an earlier step.
+WAITS: dict[str, tuple[Callable[..., SyncMethod], dict[str, Any], int]] = {
+    "DeAR": (DeAR, {"bucket_mb": 0.001}, 0),
+    "DeAR, sharded": (DeAR, {"bucket_mb": 0.001, "update": "sharded"}, 0),
+    "SelSync, synchronized": (SelSync, {"delta": 0.0}, 1),
+    "SelSync, local": (SelSync, {"delta": 10.0}, 1),
+    "Pipe-SGD": (PipeSGD, {}, 1),
+    "local SGD": (LocalSGD, {"period": 2}, 0),
+}
+
+
+class WaitsForTheDevice(TorchDispatchMode):
+    """Counts the operations of this thread for which the host would wait until a device has computed a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+def waits_by_step(make: Callable[..., SyncMethod], settings: dict[str, Any], clips: bool) -> list[int]:
+    model = seeded_mlp(batch_norm=True)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = make(model, optimizer, **settings)
+    waits = []
+    for step in range(16):
+        with WaitsForTheDevice() as counted:
+            optimizer.zero_grad()
+            loss(model, step, dist.get_rank()).backward()
+            if clips:
+                sync.clip(1.0)
+            sync.step()
+        waits.append(counted.number)
+    sync.detach()
+    return waits[-4:]  # the first steps measure and observe
+
+
+@cache
+def counted_waits() -> Outcomes:
+    cases = {
+        (name, clips): partial(waits_by_step, make, settings, clips)
+        for name, (make, settings, _) in WAITS.items()
+        for clips in (False, True)
+    }
+    return launch_cases(cases, 2)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("name", WAITS)
+def test_how_often_the_host_waits_for_the_device_in_a_step(name: str, clips: bool) -> None:
+    assert counted_waits()[name, clips] == [[WAITS[name][2]] * 4] * 2
 
 
 def test_the_random_state_is_that_of_the_device_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
