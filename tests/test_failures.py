@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,12 @@ def form_group(jobs: dict[Any, int]) -> tuple[Any, int]:
     return name, rank
 
 
+def launch_jobs(function: Callable[..., Any], jobs: dict[Any, int], *args: Any, **how: Any) -> dict[Any, list[Any]]:
+    """Calls ``function(jobs, *args)`` on RANKS ranks for each job; returns what each rank of a job has returned."""
+    found = launch(function, RANKS * len(jobs), jobs, *args, init=False, **how)
+    return {job: found[RANKS * n : RANKS * (n + 1)] for n, job in enumerate(jobs)}
+
+
 def train_until_lost(jobs: dict[tuple[str, int], int], how: str) -> dict[str, Any]:
     (name, victim), rank = form_group(jobs)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -130,12 +138,11 @@ def assert_names(message: str, rank: int, how: str, timeout_s: int = TIMEOUT_S) 
 def test_all_others_name_the_rank_that_is_lost(how: str) -> None:
     """Also those that wait for another one, or for whom the store is gone when it is their turn to ask."""
     jobs = {**{(name, VICTIM): free_port() for name in NAMES}, ("selsync", 0): free_port()}
-    ranks = range(len(jobs) * RANKS)
     victims = tuple(RANKS * job + victim for job, (_, victim) in enumerate(jobs))
-    outcomes = launch(reap if how == "frozen" else train_until_lost, len(ranks), jobs, how, init=False, may_die=victims)
-    for rank in ranks:
-        outcome, (name, victim) = outcomes[rank], list(jobs)[rank // RANKS]
-        if rank in victims:
+    outcomes = launch_jobs(reap if how == "frozen" else train_until_lost, jobs, how, may_die=victims)
+    for (name, victim), rank in product(jobs, range(RANKS)):
+        outcome = outcomes[name, victim][rank]
+        if rank == victim:
             assert outcome == DIED
             continue
         assert outcome["steps"] < 100
@@ -183,7 +190,7 @@ class Barrier(pl.Callback):
         trainer.strategy.barrier() if self.by_strategy else dist.barrier()
 
 
-def fit_until_lost(directory: Path, jobs: dict[tuple[str, str], int]) -> tuple[str, str] | None:
+def fit_until_lost(jobs: dict[tuple[str, str], int], directory: Path) -> tuple[str, str] | None:
     (name, how), _ = form_group(jobs)
     strategy = make_strategy({"name": name, "timeout_s": TRAINER_TIMEOUT_S})
     if how == "hangs":
@@ -199,12 +206,12 @@ def test_an_error_of_the_default_group_ends_with_the_rank_that_is_lost(
 ) -> None:
     jobs = {(name, how): free_port() for name in names}
     may_die = tuple(RANKS * job + victim for job in range(len(jobs))) if how == "killed" else ()
-    outcomes = launch(fit_until_lost, len(jobs) * RANKS, tmp_path, jobs, init=False, may_die=may_die)
-    for rank, outcome in enumerate(outcomes):
-        name, _ = list(jobs)[rank // RANKS]
-        if rank in may_die:
-            assert outcome == DIED
-        elif rank % RANKS != victim:
+    outcomes = launch_jobs(fit_until_lost, jobs, tmp_path, may_die=may_die)
+    for (name, _), rank in product(jobs, range(RANKS)):
+        outcome = outcomes[name, how][rank]
+        if rank == victim:
+            assert how != "killed" or outcome == DIED
+        else:
             assert outcome is not None
             assert_names(outcome[1], victim, how, TRAINER_TIMEOUT_S)
             assert "the default process group" in outcome[1].splitlines()[-1]

@@ -14,10 +14,10 @@ import torch
 from lightning.fabric import Fabric
 
 from lightning_pipesync.fabric import DeARFabricStrategy
-from tests.harness import free_port, launch
+from tests.harness import free_port
 from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
 from tests.models import OPTIMIZERS, seeded_mlp
-from tests.test_failures import RANKS, form_group
+from tests.test_failures import RANKS, form_group, launch_jobs
 
 #: Far more than the test takes: nobody may wait for as long.
 TIMEOUT_S = 300
@@ -89,7 +89,7 @@ def set_up_fabric(leaves: bool) -> None:
         strategy.teardown()
 
 
-def fit_until_one_leaves(directory: Path, jobs: dict[tuple[str, int, str], int]) -> tuple[str, str]:
+def fit_until_one_leaves(jobs: dict[tuple[str, int, str], int], directory: Path) -> tuple[str, str]:
     job, rank = form_group(jobs)
     name, victim, how = job
     folder = directory / f"{name} {victim} {how}"
@@ -121,10 +121,8 @@ def fit_until_one_leaves(directory: Path, jobs: dict[tuple[str, int, str], int])
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], list[tuple[str, str]]]:
-    jobs = {job: free_port() for job in JOBS}
-    found = launch(fit_until_one_leaves, RANKS * len(JOBS), tmp_path_factory.mktemp("jobs"), jobs, init=False)
-    return {job: found[RANKS * n : RANKS * (n + 1)] for n, job in enumerate(JOBS)}
+def outcomes(folder: Path) -> dict[tuple[str, int, str], list[tuple[str, str]]]:
+    return launch_jobs(fit_until_one_leaves, {job: free_port() for job in JOBS}, folder)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))

@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_pipesync import DeAR
-from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
+from tests.harness import DIED, free_port, kill_stopped_siblings, raised
 from tests.models import OPTIMIZERS, seeded_mlp
-from tests.test_failures import RANKS, form_group
+from tests.test_failures import RANKS, form_group, launch_jobs
 
 #: Far more than the test takes, or little, where a rank hangs.
 TIMEOUT_S, HANG_TIMEOUT_S = 300, 4
@@ -56,9 +56,7 @@ def attach_without_one(jobs: dict[tuple[int, str, str], int]) -> tuple[str, str]
 def test_who_does_not_come_is_named() -> None:
     jobs = {job: free_port() for job in JOBS}
     may_die = tuple(RANKS * n + victim for n, (victim, how, _) in enumerate(JOBS) if how in LOST)
-    found = launch(attach_without_one, RANKS * len(JOBS), jobs, init=False, may_die=may_die)
-    for n, (victim, how, _) in enumerate(JOBS):
-        outcomes = found[RANKS * n : RANKS * (n + 1)]
+    for (victim, how, backend), outcomes in launch_jobs(attach_without_one, jobs, may_die=may_die).items():
         if how == "comes late":
             assert outcomes == [None] * RANKS
             continue
@@ -69,6 +67,7 @@ def test_who_does_not_come_is_named() -> None:
             kind, message = outcome
             assert kind == "RuntimeError", message
             if victim == 0:
-                assert message.startswith(f"The store of the job at 127.0.0.1:{jobs[JOBS[n]]} does not answer"), message
+                port = jobs[victim, how, backend]
+                assert message.startswith(f"The store of the job at 127.0.0.1:{port} does not answer"), message
             else:
                 assert message.startswith(f"Rank {victim} is at fault: it never attached a method: "), message

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
-from tests.harness import free_port, launch
+from tests.harness import free_port
 from tests.models import Run
-from tests.test_failures import RANKS, Pipelined, form_group
+from tests.test_failures import RANKS, Pipelined, form_group, launch_jobs
 
 #: Far more than the test takes: nobody may wait for as long.
 TIMEOUT_S = 300
@@ -81,10 +81,8 @@ def train_until_one_leaves(jobs: dict[tuple[str, int, str], int], folder: Path) 
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], list[tuple[str, str]]]:
-    jobs = {job: free_port() for job in JOBS}
-    found = launch(train_until_one_leaves, RANKS * len(JOBS), jobs, tmp_path_factory.mktemp("marks"), init=False)
-    return {job: found[RANKS * n : RANKS * (n + 1)] for n, job in enumerate(JOBS)}
+def outcomes(folder: Path) -> dict[tuple[str, int, str], list[tuple[str, str]]]:
+    return launch_jobs(train_until_one_leaves, {job: free_port() for job in JOBS}, folder)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
