@@ -90,9 +90,9 @@ AVERAGED = [*((*case, ema) for case in CASES), *((*case, late_ema) for case in L
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def running(folder: Path) -> Outcomes:
     """By strategy, settings and callback."""
-    run = partial(average, tmp_path_factory.mktemp("running"))
+    run = partial(average, folder)
     cases: dict[Any, Any] = {
         (strategy, str(settings), callback): partial(run, strategy, settings, callback)
         for strategy, settings, callback in [("ddp", {}, ema), *AVERAGED]
@@ -156,8 +156,8 @@ class KeepingSwa(Swa):
 
 
 @pytest.fixture(scope="module")
-def stochastic(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    run = partial(average, tmp_path_factory.mktemp("stochastic"), epochs=3)
+def stochastic(folder: Path) -> Outcomes:
+    run = partial(average, folder, epochs=3)
     cases: dict[Any, Any] = {
         (strategy, batch_norm): partial(run, strategy, settings, Swa, batch_norm=batch_norm)
         for strategy, settings, batch_norm in [("ddp", {}, True), ("ddp", {}, False), *SWA_CASES]

@@ -96,8 +96,7 @@ def connect_without_a_trainer(package: str, name: str, directory: Path) -> dict[
 
 
 @pytest.fixture(scope="module")
-def connected(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("connected")
+def connected(folder: Path) -> Outcomes:
     return launch_cases({case: partial(connect_without_a_trainer, *case, folder) for case in CASES}, 1, init=False)
 
 

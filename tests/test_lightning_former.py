@@ -59,9 +59,8 @@ def train(folder: Path, name: str, path: Path | None = None, steps: int = STEPS)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def trained(folder: Path) -> Outcomes:
     """By method, without and with the checkpoint."""
-    folder = tmp_path_factory.mktemp("former")
     cases: dict[Any, Any] = {}
     with tarfile.open(FILE) as archive:
         for name in METHODS:
