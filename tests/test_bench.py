@@ -29,7 +29,7 @@ from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.collectives import tables_of
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import predict_ddp
-from lightning_pipesync.lab.bench.tables import show
+from lightning_pipesync.lab.bench.tables import show, table
 from tests.bench_runs import assert_pictures, result_of
 from tests.case_table import launch_cases
 from tests.harness import launch
@@ -187,6 +187,19 @@ def test_the_step_table_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys:
         word in words
         for word in ["communication", *name.split(), "1234", "1167-1289", *" ".join(step_report.COLUMNS).split()]
     )
+
+
+def test_a_table_that_does_not_fit_has_long_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    cells = [f"method_{number}" for number in range(9)]
+    show("Text.\n\n" + table(["", *cells[1:]], [cells]) + "\nThe end of a text that is longer than 40 characters.\n")
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    assert cells in lines
+    assert cells[1:] in lines
+    assert "longer than 40 characters" not in shown  # text is as wide as the terminal
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from statistics import stdev
 from typing import Any, TypeVar
@@ -49,11 +50,24 @@ def interval_of(values: Sequence[float]) -> float | None:
 
 
 def show(markdown: str) -> None:
-    """Prints text with tables."""
+    """Prints text with tables; one of which cells would be cut at the terminal's width has long lines instead."""
     from rich.console import Console
     from rich.markdown import Markdown
 
-    Console().print(Markdown(markdown))
+    console = Console()
+    for is_table, lines in groupby(markdown.splitlines(), key=lambda line: line.startswith("|")):
+        block = list(lines)
+        text = Markdown("\n".join(block))
+        with console.capture() as captured:
+            console.print(text)
+        is_cut = is_table and "\u2026" in captured.get()
+        Console(width=_width_of_table(block) if is_cut else None).print(text)
+
+
+def _width_of_table(lines: Sequence[str]) -> int:
+    """Returns the width of a Markdown table as it is printed: with two blanks between columns, and one at each end."""
+    columns = zip(*(line[2:-2].split(" | ") for line in lines), strict=True)
+    return sum(max(len(cell) for cell in column) + 2 for column in columns) + 2
 
 
 def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: str) -> None:
