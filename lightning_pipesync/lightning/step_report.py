@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.core.torch_private import ddp_seconds_waited, time_each_step
+from lightning_pipesync.core.torch_private import ddp_seconds_waited, time_steps
 from lightning_pipesync.training.rank_times import RankTimes, check_rich, report
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class StepReportMixin(ChecksOverrides, _Base):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy.model, DistributedDataParallel):
-            time_each_step(trainer.strategy.model)
+            time_steps(trainer.strategy.model)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
