@@ -24,7 +24,7 @@ from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import raised
+from tests.harness import launch, raised
 from tests.lightning_models import dataset, train_loader
 from tests.models import OPTIMIZERS, batch, seeded_mlp
 
@@ -180,6 +180,19 @@ def test_a_launcher_that_starts_too_few(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(UserWarning, match="asked for several processes"):
         check_num_processes(1)
+
+
+def messages_alone(method: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator_of(method)
+    return [str(each.message) for each in caught if "nothing is synchronized" in str(each.message)]
+
+
+def test_one_process_alone_is_told_so() -> None:
+    [[message]] = launch(partial(messages_alone, "dear"), 1, init=False)
+    assert message.startswith("DeAR is attached in one process alone")
+    assert launch(partial(messages_alone, "dear"), 2, init=False) == [[], []]
 
 
 def train_adversaries(method: str, twice: bool) -> Tensor:

@@ -31,6 +31,7 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
+from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
 from lightning_pipesync.training.module import SyncedModule
@@ -74,6 +75,8 @@ class PipeSyncAccelerator(SavingAccelerator):
         check_num_processes(self.num_processes)
         if self.pipesync is not None:
             check_support(self)
+            if not self.pipesync.method_type.makes_passes:  # a pipeline tells so by itself
+                warn_of_one_rank(self.pipesync.method_type.__name__, self.num_processes)
         self._sessions = Sessions()
         at_shutdown(self._sessions.end)  # a script need not call end_training()
         self._preparing = False
