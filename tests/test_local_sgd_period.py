@@ -109,6 +109,32 @@ def test_a_fragment_under_way_is_not_started_again() -> None:
         assert rounds == 3, "6 averages of 2 fragments: at steps 1, 2, 4, 5, 7, 8"
 
 
+# --- periods longer than a training ----------------------------------------------------------------------------------
+
+
+def summary_of(warmup_steps: int, num_steps: int) -> str:
+    run = Run(LocalSGD, "sgd", seeded_mlp(), period=4, warmup_steps=warmup_steps)
+    before = run.sync.metrics()
+    for i in range(num_steps):
+        run.step(i)
+    line = run.sync.summary(num_steps, before)
+    run.sync.detach()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "num_steps", "line"),
+    [
+        (0, 3, "0 rounds in 3 steps, since a round takes period=4"),
+        (0, 4, "1 round in 4 steps"),
+        (3, 3, "0 rounds in 3 steps"),
+        (3, 4, "0 rounds in 4 steps, since a round takes period=4"),
+    ],
+)
+def test_the_line_at_the_end_says_why_no_round_was_completed(warmup_steps: int, num_steps: int, line: str) -> None:
+    assert on_ranks(summary_of, 2, warmup_steps, num_steps) == [line, line]
+
+
 # --- shares of an epoch -----------------------------------------------------------------------------------------------
 
 

@@ -79,8 +79,10 @@ class LocalSGD(ElasticReplicaMethod):
         return {"rounds": unit.num_rounds, "lssr": lssr, "lr_scale": unit.lr_scale, **super().metrics()}
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
-        rounds = self._units[0].num_rounds - before["rounds"]
-        return f"{counted(rounds, 'round')} in {counted(num_steps, 'step')}"
+        unit = self._units[0]
+        rounds = unit.num_rounds - before["rounds"]
+        why = f", since a round takes period={self.config.period!r}" if not rounds and unit.num_local_steps else ""
+        return f"{counted(rounds, 'round')} in {counted(num_steps, 'step')}{why}"
 
     def _problem(self) -> ValueError | None:
         world_size = replicas_of(self.transport).world_size
