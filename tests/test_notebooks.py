@@ -59,7 +59,12 @@ def train_with_fabric(strategy):
 """
 #: Those of the package; other tests register some.
 OWN = [name for name, method in METHODS.items() if method.__module__.startswith("lightning_pipesync.")]
-STRATEGIES = [*(f"{name}_notebook" for name in OWN), "diloco_notebook", "streaming-diloco-notebook"]
+STRATEGIES = [
+    *(f"{name}_notebook" for name in OWN),
+    "diloco_notebook",
+    "streaming-diloco-notebook",
+    "local-sgd_notebook",
+]
 IN_FABRIC = [name for name in STRATEGIES if not name.startswith("ea_pipe")]
 
 

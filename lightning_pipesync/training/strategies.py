@@ -61,7 +61,7 @@ class Strategies:
     def _add(self, name: str, strategy: type, summary: str, **settings: Any) -> None:
         """Registers a strategy under ``name``, and as one for notebooks; also with dashes in place of underscores."""
         for registered, arguments in ((name, settings), (name + NOTEBOOK, {**settings, "start_method": "fork"})):
-            for spelled in {registered, registered.replace("_", "-")}:
+            for spelled in {registered, registered.replace("_", "-"), registered.replace(name, name.replace("_", "-"))}:
                 self._registry.register(spelled, strategy, summary, override=True, **arguments)
 
 
