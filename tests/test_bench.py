@@ -28,7 +28,7 @@ from lightning_pipesync.lab.bench import job, step_report, timeline
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.collectives import tables_of
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
-from lightning_pipesync.lab.bench.step import predict_ddp
+from lightning_pipesync.lab.bench.step import Step, predict_ddp
 from lightning_pipesync.lab.bench.tables import show, table
 from tests.bench_runs import assert_pictures, result_of
 from tests.case_table import launch_cases
@@ -232,13 +232,26 @@ def test_the_command_for_steps(model: str, options: str, tmp_path: Path) -> None
     assert_pictures(tmp_path, "speedup")
 
 
+def test_steps_are_timed_on_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device='cuda' is not at hand: use cpu"):
+        Step(device="cuda", model="cnn")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="model='emulated-resnet50': its layers sleep on the host"):
+        Step(device="cuda")
+    assert Step(device="cuda", model="cnn").ratios == ()
+    with pytest.raises(ValueError, match="device='gpu' is not at hand"):
+        Step(device="gpu")
+
+
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     settings = "--hosts 2 --scale 0.02 --ratio 4 --steps 1 --rounds 1 --bucket_mb 1"
-    methods = "--methods ddp dear:fusion=random mg-wfbp pipe_sgd:pipeline_level=2 pipe_sgd:compression=int8"
-    methods += " selsync:overlap=forward dear:edge_mb=0.1,overlap=forward"
+    methods = "--methods ddp fsdp2_resharded dear:fusion=random mg-wfbp pipe_sgd:pipeline_level=2"
+    methods += " pipe_sgd:compression=int8 selsync:overlap=forward dear:edge_mb=0.1,overlap=forward"
     result = result_of("step", f"{settings} {methods}", tmp_path)
-    ddp, dear, merged, level_2, int8, selsync, edged = result["runs"][0]["candidates"][1:]
+    ddp, fsdp2, dear, merged, level_2, int8, selsync, edged = result["runs"][0]["candidates"][1:]
+    assert fsdp2["name"] == "FSDP2, resharded"
     assert (level_2["name"], int8["name"]) == ("pipe_sgd (pipeline_level=2)", "pipe_sgd (compression=int8)")
     assert selsync["name"] == "selsync (overlap=forward), synchronized step, 1 MiB"
     assert edged["name"] == "dear (edge_mb=0.1, overlap=forward), 1 MiB"

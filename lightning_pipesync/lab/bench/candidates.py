@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Trainable
 from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, lab_of, method_candidates
 from lightning_pipesync.lab.bench.models import BenchModel
@@ -69,13 +70,13 @@ def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
     return Wrapped(ddp_name(bucket_mb), model, in_ddp(model.module, bucket_mb), "baseline")
 
 
-def fsdp2(model: BenchModel) -> Wrapped:
-    """FSDP2 without resharding after forward: reduce-scatter and all-gather, as in DeAR."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def fsdp2(model: BenchModel, reshard: bool = False) -> Wrapped:
+    """FSDP2: reduce-scatter and all-gather, as in DeAR; with ``reshard`` one more all-gather, before backward."""
+    mesh = init_device_mesh(device_of(model.module).type, (dist.get_world_size(),))
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
-    return Wrapped("FSDP2", model, model.module, "two_halves")
+    return Wrapped("FSDP2, resharded" if reshard else "FSDP2", model, model.module, "two_halves")
 
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
@@ -89,6 +90,7 @@ def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
 ALTERNATIVES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "ddp": lambda sizes: [partial(ddp, bucket_mb=size) for size in sizes],
     "fsdp2": lambda _: [fsdp2],
+    "fsdp2_resharded": lambda _: [partial(fsdp2, reshard=True)],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
 }
 

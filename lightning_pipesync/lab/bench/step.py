@@ -69,14 +69,16 @@ class Step(StepBenchmark):
     """Times a training step by method, compared with DDP, FSDP2, ZeRO and the limits of the papers.
 
     Attributes:
-        methods: What is compared: ddp, fsdp2, zero, and methods of this package, each with settings if need be:
-            NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward, dear:edge_mb=0.5, dear:fusion=bo, which
-            searches for a bucket size first, in some 100 steps, selsync:overlap=forward or pipe_sgd:compression=int8.
+        methods: What is compared: ddp, fsdp2, fsdp2_resharded, zero, and methods of this package, each with settings if
+            need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward, dear:edge_mb=0.5, dear:fusion=bo,
+            which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
+            pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
         bucket_mb: Bucket sizes in MiB of DDP, and of methods with buckets whose settings choose no size; the baseline
             is DDP with its best size.
         steps: Steps of one measurement; of local SGD whole periods.
         rounds: Number of measurements of each candidate, in turns.
+        device: cpu, or cuda with NCCL, where each rank has the GPU of its place in its host.
     """
 
     methods: tuple[str, ...] = field(default_factory=compared)
@@ -84,6 +86,7 @@ class Step(StepBenchmark):
     bucket_mb: tuple[float, ...] = (0.5, 2, 25)
     steps: int = 3
     rounds: int = 5
+    device: str = "cpu"
 
     name = "step"
 
@@ -97,6 +100,10 @@ class Step(StepBenchmark):
                 )
             if not all(ratio > 0 for ratio in self.ratio):
                 raise ValueError(f"ratio must be positive, got {self.ratio!r}.")
+        if self.device not in ("cpu", "cuda") or (self.device == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"device={self.device!r} is not at hand: use cpu, or cuda where torch has a GPU.")
+        if self.device == "cuda" and self.model.startswith(EMULATED):
+            raise ValueError(f"device='cuda' with model={self.model!r}: its layers sleep on the host; choose another.")
         self._check_positive("rounds")
         super().__post_init__()
 
@@ -116,11 +123,11 @@ class Step(StepBenchmark):
         In the result ``bandwidth`` is in bytes per second, ``link`` has alpha and beta of the backend's all-reduce, and
         ``runs`` what :meth:`measure_run` returns for each ratio.
         """
-        bandwidth, link = measure_bandwidth(), measure_link()
+        bandwidth, link = measure_bandwidth(), measure_link(self.device)
         runs = [
             self.measure_run(self.emulated_builder(ratio, bandwidth), bandwidth, link, progress, f"ratio {ratio:g}: ")
             for ratio in self.ratios
-        ] or [self.measure_run(partial(build_model, self.model), bandwidth, link, progress)]
+        ] or [self.measure_run(lambda: build_model(self.model).to(self.device), bandwidth, link, progress)]
         shared = {"settings": self.settings(), "world_size": dist.get_world_size(), "bandwidth": bandwidth}
         return {**shared, "link": asdict(link), "runs": runs}
 
@@ -192,9 +199,9 @@ def gradient_bytes(model: BenchModel) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.module.parameters())
 
 
-def measure_link(rounds: int = 5) -> LinkCost:
+def measure_link(device: str = "cpu", rounds: int = 5) -> LinkCost:
     """Returns alpha and beta of the backend's all-reduce, which DDP uses; a collective call."""
-    buffers = {f"{size}": torch.zeros(round(size * MIB / 4)) for size in LINK_MB}
+    buffers = {f"{size}": torch.zeros(round(size * MIB / 4), device=device) for size in LINK_MB}
     timed = time_round_robin({name: partial(dist.all_reduce, buffer) for name, buffer in buffers.items()}, rounds)
     points = [(buffers[name].numel() * 4, value) for name, measured in timed.items() for value in measured.seconds]
     num_bytes, seconds = zip(*points, strict=True)
