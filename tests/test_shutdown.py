@@ -1,9 +1,10 @@
-"""What becomes of the default process group, which frameworks leave open, when a process ends."""
+"""What becomes of the default process group, which frameworks leave open, and of its threads when a process ends."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +28,28 @@ def test_groups_are_destroyed_before_the_interpreter_ends(last: str, is_open: bo
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert f"open at the end: {is_open}" in result.stdout, result.stderr
     assert result.returncode == (1 if "/" in last else 0), result.stderr
+
+
+THREADS = """
+import atexit, os
+threads = lambda: [open(f"/proc/self/task/{{each}}/comm").read().strip() for each in os.listdir("/proc/self/task")]
+atexit.register(lambda: print("at the end:", threads()))
+import torch
+from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+print("before:", threads())
+parameter = torch.nn.Parameter(torch.ones(1))
+torch.optim.SGD([parameter], 0.1)  # imports much of torch
+destroy_process_groups_at_shutdown()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc, where Linux lists threads")
+def test_the_default_group_ends_with_its_threads() -> None:
+    """A thread that outlives it may release a tensor while the interpreter shuts down, which aborts the process."""
+    script = THREADS.format(port=free_port())
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    before, _, at_the_end = result.stdout.partition("at the end:")
+    assert "gloo" in before
+    assert "gloo" not in at_the_end

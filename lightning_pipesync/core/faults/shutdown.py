@@ -13,6 +13,7 @@ from threading import Thread
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a default group, see below
 
 #: Maximum seconds to wait for a thread after an error: the peers that it waits for may be gone.
 AFTER_ERROR_S = 1.0
@@ -38,6 +39,9 @@ def destroy_process_groups_at_shutdown() -> None:
     A Gloo thread that releases a tensor while the interpreter shuts down aborts the process with SIGABRT
     (pytorch/pytorch#179291), so that a job that succeeded counts as failed. Frameworks leave the default group open.
     Does nothing after an error, nor on CUDA.
+
+    A group lives as long as something refers to it. The functions of ``torch.distributed.nn.functional`` refer to the
+    default group as it is when they are imported, which an optimizer does: so this module imports them before.
     """
     Finalize(None, _destroy_process_groups, exitpriority=0)
 
