@@ -105,6 +105,8 @@ def test_the_version_has_one_source(project: dict[str, Any]) -> None:
     assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [lightning_pipesync.__version__]
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [lightning_pipesync.__version__]
+    sections = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[:2] == ["Unreleased", lightning_pipesync.__version__]
 
 
 @pytest.fixture(scope="module")
