@@ -45,6 +45,9 @@ JOBS = [
 #: Further settings.
 OTHERS = {"local_sgd": {"period": 2}}
 
+#: What is said by those who learn of it by its flags, in place of a wait that ends.
+CONSOLIDATES = "Rank 2 is about to consolidate the weights, for the end of an epoch"
+
 #: What all others say of it.
 SAYS = {
     "configure_optimizers": "it raised KeyError: 'a bug'",
@@ -133,5 +136,7 @@ def test_all_others_name_it(outcomes: Any, job: tuple[str, int, str]) -> None:
             assert how == "ends its epoch" or kind in SAYS[how], "it keeps its own error"
         else:
             assert kind == "RuntimeError", message
+            if job == ("local_sgd", 2, "ends its epoch") and message.startswith(CONSOLIDATES):
+                continue
             assert message.splitlines()[-1].startswith(f"Rank {victim} (host "), message
             assert SAYS[how] in message, message

@@ -13,9 +13,9 @@ CONSOLIDATE = 64
 
 _IF_ONLY_SOME = {
     LOADED: "has loaded weights since the last step, and the others have not: all ranks have to load the same ones.",
-    CONSOLIDATE: "is about to consolidate the weights, for an evaluation or a checkpoint, and the others take a step: "
-    "all ranks have to do so together, after the same averages (end_step of a policy of your own must return the same "
-    "on all ranks).",
+    CONSOLIDATE: "is about to consolidate the weights, for the end of an epoch, an evaluation or a checkpoint, and the "
+    "others take a step: all ranks have to do so together, after the same averages (end_step of a policy of your own "
+    "must return the same on all ranks).",
 }
 
 
