@@ -392,8 +392,9 @@ def test_a_frozen_host_stands_still_until_the_time_is_up(capfd: pytest.CaptureFi
 def test_a_job_of_which_only_frozen_hosts_are_left_ends(nothing_left: None) -> None:
     record = Record()
     with Network(2) as network:
-        faults = [Freeze(1, 0.3), Kill(0, 30)]
-        status = run_job(network, shell("sleep 1"), output=record, faults=faults, timeout_s=60)
+        faults = [Freeze(1, 0.3), Kill(0, 50)]
+        first_ends = shell('[ "$RANK" = 0 ] || sleep 60')
+        status = run_job(network, first_ends, output=record, faults=faults, timeout_s=60)
     assert status == 128 + signal.SIGKILL
     assert record.of(0) == []
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm import ring
 from lightning_pipesync.core.comm.transport import Transport
 from tests.case_table import launch_cases
 from tests.harness import launch
-from tests.test_transport import through, values
+from tests.reference_pipe_sgd import through
+from tests.test_transport import values
 
 
 def ring_order_sum(numel: int, world_size: int) -> torch.Tensor:
@@ -88,7 +90,8 @@ def test_what_is_encoded_is_passed_on_as_it_is() -> None:
     names = ("bf16", "int8", "topk")
     outcomes = launch_cases({name: partial(gathered_as, name) for name in names}, 4)
     for name in names:
-        parts = [through(name, shard_of(values(30_001, torch.float32, rank), rank, 4)) for rank in range(4)]
+        shards = [shard_of(values(30_001, torch.float32, rank), rank, 4) for rank in range(4)]
+        parts = [through(get_codec(name), shard, None) for shard in shards]
         for flat in outcomes[name]:
             assert torch.equal(flat, torch.cat(parts))
 
