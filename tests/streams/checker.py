@@ -1,0 +1,131 @@
+"""The checker: sees each operation of a thread, and notes which bytes it reads and writes, on which stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.streams import memory
+from tests.streams.streams import HOST, LOCK, current_stream, reports
+
+#: Operations that may have tensors of the host and of the device; the host waits for them unless ``non_blocking``.
+COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
+#: Operations whose result the host reads, so that it waits for the stream.
+READ_BY_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"}
+#: Operations that read no value of their arguments.
+SHAPES_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_")
+#: What NCCL carries here; of all communication the first tensors are written to, which the schemas do not say.
+COLLECTIVES = {"_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "broadcast_", "allreduce_"}
+
+#: The groups that stand in for those of NCCL, by name.
+nccl_groups: set[str] = set()
+_this_thread = threading.local()
+
+
+@contextmanager
+def placing(on_device: bool) -> Iterator[None]:
+    """Context in which new tensors are on the device, or on the host, wherever those are that they are made from."""
+    before = getattr(_this_thread, "on_device", None)
+    _this_thread.on_device = on_device
+    try:
+        yield
+    finally:
+        _this_thread.on_device = before
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    return memory.memory_of(tensor).stream is not None
+
+
+class Checker(TorchDispatchMode):
+    """Sees the operations of the thread that enters it, and those of backward passes that it starts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        namespace, name = func._schema.name.split("::")
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        schema = func._schema.arguments
+        given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+        for place, (argument, value) in enumerate(given):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if namespace == "c10d":
+                written = place == 0 and name != "send"
+            (writes if written else reads).extend(_tensors(value))
+        with LOCK:
+            if namespace == "c10d":
+                _note_communication(name, reads, writes, args)
+            elif name != "set_":
+                non_blocking = any(argument.name == "non_blocking" and value for argument, value in given)
+                _note(name, reads, writes, _tensors(result), non_blocking)
+        return result
+
+
+def _note(name: str, reads: list[Tensor], writes: list[Tensor], results: list[Tensor], non_blocking: bool) -> None:
+    storages = {tensor.untyped_storage()._cdata for tensor in [*reads, *writes]}
+    made = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
+    if results and not made and not writes:  # views
+        return
+    on_device = [is_on_device(tensor) for tensor in [*reads, *writes]]
+    placed = getattr(_this_thread, "on_device", None)
+    if placed is None:
+        placed = any(on_device)
+    if name.startswith(SHAPES_ONLY):
+        reads, on_device = [], []
+    if not placed and not any(on_device):
+        HOST.begin()
+        where = memory.place()
+        for tensor in made:
+            memory.memory_of(tensor)
+        for tensor in reads:
+            memory.access(HOST, tensor, False, where)
+        for tensor in [*writes, *made]:
+            memory.access(HOST, tensor, True, where)
+        return
+    stream = current_stream()
+    stream.begin()
+    memory.check_released(stream)
+    where = f"{name} of {memory.place()}"
+    for tensor in made:
+        memory.memory_of(tensor, stream if placed else None)
+    waits = name in READ_BY_HOST
+    for tensor in [*reads, *writes, *made]:
+        writes_to = not any(tensor is read for read in reads)
+        if is_on_device(tensor) or name in COPIES:
+            memory.access(stream, tensor, writes_to, where)
+            waits |= not is_on_device(tensor) and not non_blocking
+        elif name not in READ_BY_HOST:  # a number, which the host passes when it enqueues the operation
+            HOST.begin()
+            memory.access(HOST, tensor, writes_to, where)
+            if tensor.dim():
+                reports[f"device: a tensor of the host in {where}"] += 1
+    if waits:
+        HOST.merge(stream.clock)
+
+
+def _note_communication(name: str, reads: list[Tensor], writes: list[Tensor], args: Any) -> None:
+    where = f"{name} of {memory.place()}"
+    objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+    [group] = [ProcessGroup.unbox(each) for each in objects if "ProcessGroup" in str(each._type())]
+    over_nccl = group.group_name in nccl_groups
+    party = current_stream() if over_nccl and name in COLLECTIVES else HOST
+    party.begin()
+    for tensor in [*reads, *writes]:
+        if is_on_device(tensor) != (party is not HOST):
+            reports[f"device: a tensor that {'NCCL' if over_nccl else 'Gloo'} does not send in {where}"] += 1
+        memory.access(party, tensor, not any(tensor is read for read in reads), where)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors of an argument or a result."""
+    if isinstance(value, Tensor):
+        return [value] if value.layout == torch.strided and not value.is_meta else []
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []

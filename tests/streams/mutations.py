@@ -1,0 +1,58 @@
+"""The waits of the package, each with a run that shows that it is needed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning_pipesync
+from tests.conformance.training import Options
+from tests.streams.streams import CALLS, Wait
+from tests.streams.trainings import Training, drop_a_handle, train, train_as_others
+
+SMALL_BUCKETS = {"bucket_mb": 1e-3}
+DEAR = Training("dear", SMALL_BUCKETS)
+
+#: By the wait, what is not in order without it. On each rank at least one is reported, except where a rank only sends.
+MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    Wait("wait_event", "comm_queue.py", "start_after_the_caller"): (train, (DEAR,)),
+    Wait("wait_event", "comm_queue.py", "wait"): (train, (DEAR,)),
+    Wait("wait_stream", "comm_queue.py", "close"): (train, (Training("dear", SMALL_BUCKETS, flushes=False),)),
+    Wait("wait_stream", "nccl.py", "_enqueue"): (train, (DEAR,)),
+    Wait("wait_event", "nccl.py", "wait"): (train, (DEAR,)),
+    Wait("record_stream", "nccl.py", "_enqueue"): (drop_a_handle, ()),
+    Wait("wait_stream", "backpipe.py", "_reduce"): (train, (Training("dear", stream_per_layer=True),)),
+    Wait("record_stream", "channel.py", "receive"): (
+        train_as_others,
+        ("plain", "ea_pipe", {"split": (2,), "backend": "gloo"}, Options()),
+    ),
+    Wait("synchronize", "norm.py", "item"): (train, (Training("selsync", {"delta": 0.01}),)),
+    Wait("synchronize", "clock.py", "seconds_between"): (train, (DEAR,)),
+}
+
+
+def waits_in_package() -> Iterator[Wait]:
+    """Yields the places where the package orders streams, or keeps memory for one.
+
+    Not ``torch.cuda.synchronize``, which waits for the whole device, nor the methods' own ``synchronize``.
+    """
+    for path in Path(lightning_pipesync.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                for node in _own_nodes(function):
+                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
+                        of_event = node.func.attr != "synchronize" or path.parent.name == "core"
+                        if of_event and ast.unparse(node.func) != "torch.cuda.synchronize":
+                            yield Wait(node.func.attr, path.name, function.name)
+
+
+def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yields the nodes of a function without those of functions within it."""
+    nodes: list[ast.AST] = [*function.body]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef):
+            nodes.extend(ast.iter_child_nodes(node))

@@ -1,0 +1,119 @@
+"""Every method, on streams: nothing is read or written out of order, and no memory is released too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conformance.training import Options
+from tests.harness import on_ranks
+from tests.streams.trainings import Training, checked, drop_a_handle, train, train_as_others
+
+SMALL = {"bucket_mb": 1e-3}
+BUFFER: dict[str, Any] = {"fusion": "buffer", **SMALL}
+LOSSY = ("bf16", "int8", "int4", "topk", "chunked_topk")
+
+TRAININGS: dict[str, list[Training]] = {
+    "dear": [
+        Training("dear"),
+        Training("dear", {**BUFFER, "overlap": "eager"}, clips=True),
+        Training("dear", {**BUFFER, "overlap": "forward"}, "AdamW"),
+        Training("dear", {**BUFFER, "overlap": "none"}),
+        Training("dear", {**BUFFER, "update": "sharded"}, "AdamW", clips=True),
+        Training("dear", {**BUFFER, "update": "replicated"}, "AdamW"),
+        Training("dear", {"fusion": "layers", "num_layers": 2}),
+        Training("dear", {"fusion": "bo", "trial_steps": 4, "max_trials": 2, "search_mb": (1e-3, 1e-2)}),
+        Training("dear", BUFFER, flushes=False),
+        Training("dear", BUFFER, side_stream=True),
+        Training("dear", stream_per_layer=True),
+    ],
+    "dear, compressed": [
+        Training("dear", {**BUFFER, "update": update, "compression": codec, "error_feedback": feedback}, "AdamW")
+        for codec, update, feedback in (
+            *((codec, "sharded", True) for codec in LOSSY),
+            *((codec, "replicated", True) for codec in LOSSY),
+            ("int8", "sharded", False),
+            ("topk", "replicated", False),
+        )
+    ],
+    "selsync": [
+        Training("selsync", {"delta": 0.0, "overlap": "none", **SMALL}),
+        Training("selsync", {"delta": 0.01, "overlap": "forward", **SMALL}, "AdamW", clips=True),
+        Training("selsync", {"delta": "auto", "lssr": 0.5, "overlap": "forward", "outer_lr": 0.7, **SMALL}),
+        Training("selsync", {"delta": 0.0, "aggregation": "gradients", "compression": "int8", **SMALL}),
+        Training("selsync", {"delta": 0.0, "overlap": "forward", "compression": "int8"}, side_stream=True),
+        Training("selsync", {"delta": 0.0, "overlap": "forward", **SMALL}, flushes=False),
+        Training("selsync", {"delta": 0.0, "overlap": "forward", **SMALL}, stream_per_layer=True),
+    ],
+    "pipe_sgd": [
+        Training("pipe_sgd", {"pipeline_level": level, "delay_compensation": how, "compression": codec, **more}, name)
+        for level, how, codec, more, name in (
+            (1, "prediction", "none", {}, "SGD"),
+            (2, "prediction", "none", {}, "AdamW"),
+            (2, "none", "int8", SMALL, "SGD"),
+            (1, "none", "none", {"staleness": 2, **SMALL}, "SGD"),
+            (1, "prediction", "bf16", {"drain": True, "warmup_steps": 2}, "AdamW"),
+        )
+    ]
+    + [Training("pipe_sgd", {"pipeline_level": 2, **SMALL}, clips=True, flushes=False)]
+    + [Training("pipe_sgd", {"pipeline_level": 2}, side_stream=True)]
+    + [Training("pipe_sgd", {"pipeline_level": 2}, stream_per_layer=True)],
+    "local_sgd": [
+        Training("local_sgd", {"period": 2, "average_optimizer_states": True, **SMALL}, "AdamW", clips=True),
+        Training("local_sgd", {"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov", "compression": "int8"}),
+        Training("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1, **SMALL}),
+        Training("local_sgd", {"period": 2, "overlap_steps": 1, "mixing_factor": "progress"}, side_stream=True),
+        Training("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1}, flushes=False),
+        Training("local_sgd", {"period": 2, "warmup_steps": 3}, stream_per_layer=True),
+        Training("local_sgd", {"period": 2, "elastic_force": 0.3}),
+    ],
+}
+#: On four ranks, in rows of two.
+OF_FOUR = [
+    Training("dear", {"topology": "torus2d", "fusion": "buffer", **SMALL}),
+    Training("dear", {"topology": "torus2d", "update": "sharded", "fusion": "buffer", **SMALL}, "AdamW", clips=True),
+    Training("local_sgd", {"ranks_per_replica": 2, "period": 2, **SMALL}),
+    Training("local_sgd", {"ranks_per_replica": 2, "period": 2, "overlap_steps": 1, "fragments": 2}),
+]
+GLOO = {"backend": "gloo"}
+#: In loops of the conformance suite. Over Gloo, tensors of the device are sent through the host.
+LOOPS: list[tuple[str, str, dict[str, Any], Options]] = [
+    ("plain", "parameter_server", {"policy": "sync"}, Options()),
+    ("plain", "parameter_server", {"policy": "k_async", "servers": 1, "compression": "int8"}, Options()),
+    ("plain", "parameter_server", {"policy": "easgd", "period": 2}, Options()),
+    ("plain", "ea_pipe", {"split": (2,)}, Options()),
+    ("plain", "ea_pipe", {"split": (2,), "algorithm": "pipedream"}, Options(clip_norm=0.1)),
+    ("plain", "dear", {**GLOO, **BUFFER, "compression": "int8"}, Options()),
+    ("plain", "dear", {**GLOO, **BUFFER, "update": "sharded"}, Options(accumulate=2)),
+    ("plain", "selsync", {**GLOO, "delta": 0.0, "overlap": "forward", **SMALL}, Options()),
+    ("plain", "local_sgd", {**GLOO, "period": 2, "overlap_steps": 1, "compression": "int8"}, Options()),
+    ("plain", "pipe_sgd", {**GLOO, "pipeline_level": 2}, Options("adamw")),
+    ("plain", "dear", {}, Options(several=True)),
+]
+
+
+def checked_each(run: Any, runs: list[tuple[Any, ...]]) -> list[dict[str, int]]:
+    return [checked(run, args)[0] for args in runs]
+
+
+def assert_nothing_reported(world_size: int, run: Any, runs: list[tuple[Any, ...]]) -> None:
+    for of_rank in on_ranks(checked_each, world_size, run, runs):
+        assert [(args, reports) for args, reports in zip(runs, of_rank, strict=True) if reports] == []
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_is_in_order(name: str) -> None:
+    assert_nothing_reported(2, train, [(training,) for training in TRAININGS[name]])
+
+
+def test_a_training_of_four_ranks_is_in_order() -> None:
+    assert_nothing_reported(4, train, [(training,) for training in OF_FOUR])
+
+
+def test_servers_pipelines_and_staged_tensors_are_in_order() -> None:
+    assert_nothing_reported(2, train_as_others, [*LOOPS])
+
+
+def test_memory_of_an_operation_that_nobody_waits_for_is_kept() -> None:
+    assert_nothing_reported(2, drop_a_handle, [()])

@@ -1,0 +1,143 @@
+"""Trainings on the device that does not exist, and what the checker reports of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipesync.core.comm.transport import Transport
+from tests.conformance import runners
+from tests.conformance.methods import METHODS
+from tests.conformance.training import Options
+from tests.streams import streams
+from tests.streams.device import DEVICE, cuda
+
+WIDTH, BATCH = 16, 4
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Training:
+    """A method with settings, in a plain loop.
+
+    Args:
+        optimizer: of torch.optim.
+        clips: whether each gradient is clipped.
+        side_stream: whether it runs on another stream than that on which the method was attached.
+        stream_per_layer: whether each layer runs on a stream of its own.
+        flushes: whether the weights are consolidated in between and at the end, before the method is detached.
+    """
+
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "SGD"
+    clips: bool = False
+    side_stream: bool = False
+    stream_per_layer: bool = False
+    flushes: bool = True
+
+
+class OnStream(nn.Module):
+    """A layer on a stream of its own, on which its backward pass runs, too, as autograd does it.
+
+    The stream waits for the gradient of the layer's output, not for what its stream does after that, such as to add the
+    gradient of a weight.
+    """
+
+    computed = streams.Event()  # the last gradient that a layer has handed to the one before
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.stream = layer, streams.Stream(name="layer's stream")
+
+    def forward(self, x: Tensor) -> Tensor:
+        callers = streams.current_stream()
+        self.stream.wait_stream(callers)
+        with streams.stream(self.stream):
+            y: Tensor = self.layer(x)
+        if y.grad_fn is not None:
+            y.register_hook(self._begin_backward)
+            y.grad_fn.register_hook(self._end_backward)
+        callers.wait_stream(self.stream)
+        return y
+
+    def _begin_backward(self, _: Tensor) -> None:
+        self.stream.wait_event(OnStream.computed)
+        streams.set_stream(self.stream)
+
+    def _end_backward(self, *_: Any) -> None:
+        OnStream.computed = self.stream.record_event()
+
+
+def network(stream_per_layer: bool = False) -> nn.Sequential:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())]
+    return nn.Sequential(*(OnStream(layer) if stream_per_layer else layer for layer in layers)).to(DEVICE)
+
+
+def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
+    settings = {"momentum": 0.9} if training.optimizer == "SGD" else {}
+    return getattr(torch.optim, training.optimizer)(model.parameters(), lr=0.01, **settings)  # type: ignore[no-any-return]
+
+
+def train(training: Training) -> None:
+    torch.manual_seed(0)
+    model = network(training.stream_per_layer)
+    sync = METHODS[training.method].plain(model, optimizer_of(training, model), **training.settings)
+    [optimizer] = sync.optimizers
+    stream = streams.Stream(name="training's stream") if training.side_stream else streams.current_stream()
+    stream.wait_stream(streams.current_stream())
+    with streams.stream(stream):
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            x = torch.randn(BATCH, WIDTH).to(DEVICE)
+            loss = model(x).square().mean()
+            OnStream.computed = stream.record_event()
+            loss.backward()
+            if training.stream_per_layer:  # as autograd does at the end of a backward pass
+                for layer in model:
+                    stream.wait_stream(layer.stream)
+            if training.clips:
+                sync.clip(1.0)
+            sync.step()
+            if training.flushes and step == STEPS // 2:
+                sync.flush()
+                with torch.no_grad():
+                    model(x)
+                sync.resume()
+        if training.flushes:
+            sync.flush()
+            sync.state_dict()
+        sync.detach()
+        for parameter in model.parameters():
+            parameter.detach().square()
+
+
+def train_as_others(framework: str, method: str, settings: dict[str, Any], options: Options) -> None:
+    """Trains as the conformance suite does, in any of its loops."""
+    runners.train(framework, METHODS[method], settings, replace(options, device="cuda"))
+
+
+def drop_a_handle() -> None:
+    """Frees the tensor of a collective that nobody waits for, as after an error."""
+    transport = Transport(DEVICE, timeout_s=60)
+    transport.all_reduce(torch.ones(1000, device=DEVICE))
+    torch.ones(1000, device=DEVICE)
+    transport.close()
+
+
+def checked(
+    run: Callable[..., None], args: tuple[Any, ...], removed: streams.Wait | None = None
+) -> tuple[dict[str, int], int]:
+    """Returns the reports of ``run``, without the wait ``removed``, and how often it was reached."""
+    streams.reports.clear()
+    streams.removed, streams.num_removed = removed, 0
+    try:
+        with cuda():
+            run(*args)
+    finally:
+        streams.removed = None
+    return dict(streams.reports), streams.num_removed
