@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from statistics import mean
 
 import torch
-from torch import Tensor
 
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.comm.transport import Transport
@@ -24,17 +23,19 @@ def measure_link(transport: Transport, buckets: Sequence[int]) -> LinkCost:
     """Returns the cost of the network, from a few all-gathers of the size of ``buckets`` (bytes); collective."""
     clock = Clock(transport.device)
 
-    def measure(flat: Tensor, count: int) -> float:
+    # One for each in flight: on a torus an all-gather starts before both directions of the last one have ended.
+    buffers = torch.zeros(IN_A_ROW, FACTOR * LARGEST // 4, dtype=torch.float32, device=transport.device)
+
+    def measure(size: int, count: int) -> float:
         begin = clock.now()
-        for handle in [transport.all_gather(flat) for _ in range(count)]:
+        for handle in [transport.all_gather(flat[: size // 4]) for flat in buffers[:count]]:
             handle.wait()
         return clock.seconds_between(begin, clock.now()) / count
 
-    flat = torch.zeros(FACTOR * LARGEST // 4, dtype=torch.float32, device=transport.device)
-    measure(flat[: FIRST // 4], 1)  # all ranks begin, and a network that lets bursts pass has none left
-    first = max(transport.gather_objects(measure(flat[: FIRST // 4], 1)))
+    measure(FIRST, 1)  # all ranks begin, and a network that lets bursts pass has none left
+    first = max(transport.gather_objects(measure(FIRST, 1)))
     affordable = FIRST * SECONDS / (first * ROUNDS * IN_A_ROW * (1 + FACTOR))
     smaller = 4 * round(max(SMALLEST, min(LARGEST, mean(buckets), affordable)) / 4)
     sizes = [smaller, FACTOR * smaller] * ROUNDS
-    seconds = [measure(flat[: size // 4], IN_A_ROW) for size in sizes]
+    seconds = [measure(size, IN_A_ROW) for size in sizes]
     return LinkCost.fit(sizes, seconds, transport.world_size, halves=1)
