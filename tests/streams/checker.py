@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from tests.streams import memory
 from tests.streams.streams import HOST, LOCK, current_stream, reports
@@ -49,8 +50,8 @@ class Checker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         namespace, name = func._schema.name.split("::")
+        result = _run_on_copies(func, args) if namespace == "c10d" and _is_over_nccl(args) else func(*args, **kwargs)
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         schema = func._schema.arguments
@@ -111,11 +112,24 @@ def _note(name: str, reads: list[Tensor], writes: list[Tensor], results: list[Te
         HOST.merge(stream.clock)
 
 
-def _note_communication(name: str, reads: list[Tensor], writes: list[Tensor], args: Any) -> None:
-    where = f"{name} of {memory.place()}"
+def _is_over_nccl(args: Any) -> bool:
     objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-    [group] = [ProcessGroup.unbox(each) for each in objects if "ProcessGroup" in str(each._type())]
-    over_nccl = group.group_name in nccl_groups
+    groups = [ProcessGroup.unbox(each) for each in objects if "ProcessGroup" in str(each._type())]
+    return any(group.group_name in nccl_groups for group in groups)
+
+
+def _run_on_copies(func: Any, args: Any) -> Any:
+    """Runs a collective to its end; Gloo's threads would hold the memory of its tensors for a while after that."""
+    copies = tree_map_only(Tensor, Tensor.clone, args)
+    result = func(*copies)
+    Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
+    for tensor, copy in zip(_tensors(args[0]), _tensors(copies[0]), strict=True):
+        tensor.copy_(copy)
+    return result
+
+
+def _note_communication(name: str, reads: list[Tensor], writes: list[Tensor], args: Any) -> None:
+    where, over_nccl = f"{name} of {memory.place()}", _is_over_nccl(args)
     party = current_stream() if over_nccl and name in COLLECTIVES else HOST
     party.begin()
     for tensor in [*reads, *writes]:

@@ -9,6 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -44,6 +45,7 @@ def cuda() -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(patch.object(dist, "new_group", _new_group))
         stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
+        stack.enter_context(patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), create=True))
         stack.enter_context(patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _group_by_device))
         stack.enter_context(Checker())
         yield
@@ -90,7 +92,7 @@ def _device(tensor: Tensor) -> torch.device:
 def _to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     """``Tensor.to``, which copies if the device is another one."""
     targets = [*(arg for arg in args if isinstance(arg, (torch.device, str, Tensor))), options.pop("device", None)]
-    target = next((target for target in targets if target is not None), None)
+    target: Any = next((target for target in targets if target is not None), None)
     rest = [arg for arg in args if arg is not target]
     if target is None:
         return _real_to(tensor, *args, **options)
@@ -155,8 +157,9 @@ def _backward(*args: Any, **options: Any) -> None:
         raise error
 
 
-def _new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
-    group = _real_new_group(*args, backend="gloo", **options)
+def _new_group(*args: Any, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:
+    options["backend"] = "gloo" if backend == "nccl" else backend
+    group = _real_new_group(*args, **options)
     if backend == "nccl" and isinstance(group, dist.ProcessGroup):
         nccl_groups.add(group.group_name)
     return group

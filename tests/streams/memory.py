@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -111,7 +112,7 @@ def forget() -> None:
 def access(party: Party, tensor: Tensor, writes: bool, where: str) -> None:
     if tensor.numel():
         size = tensor.element_size()
-        begin = tensor.storage_offset() * size
+        begin = int(tensor.storage_offset()) * size
         last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
         memory_of(tensor).access(party, writes, begin, begin + (last + 1) * size, where)
 
@@ -125,10 +126,11 @@ def record_stream(tensor: Tensor, stream: Stream) -> None:
 
 def place() -> str:
     """Returns where in the package the calling thread is, innermost first; or in the training."""
-    frame, places = sys._getframe(1), []
+    places: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(places) < DEPTH:
         _, package, file = frame.f_code.co_filename.rpartition(f"/{PACKAGE}/")
         if package:
             places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return " < ".join(places) or "the training"

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning_pipesync
-from tests.conformance.training import Options
 from tests.streams.streams import CALLS, Wait
-from tests.streams.trainings import Training, drop_a_handle, train, train_as_others
+from tests.streams.trainings import Training, drop_a_handle, receive_ahead, train
 
 SMALL_BUCKETS = {"bucket_mb": 1e-3}
 DEAR = Training("dear", SMALL_BUCKETS)
 
-#: By the wait, what is not in order without it. On each rank at least one is reported, except where a rank only sends.
+#: By the wait, a run that is not in order without it, on some rank.
 MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
     Wait("wait_event", "comm_queue.py", "start_after_the_caller"): (train, (DEAR,)),
     Wait("wait_event", "comm_queue.py", "wait"): (train, (DEAR,)),
@@ -24,10 +23,7 @@ MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
     Wait("wait_event", "nccl.py", "wait"): (train, (DEAR,)),
     Wait("record_stream", "nccl.py", "_enqueue"): (drop_a_handle, ()),
     Wait("wait_stream", "backpipe.py", "_reduce"): (train, (Training("dear", stream_per_layer=True),)),
-    Wait("record_stream", "channel.py", "receive"): (
-        train_as_others,
-        ("plain", "ea_pipe", {"split": (2,), "backend": "gloo"}, Options()),
-    ),
+    Wait("record_stream", "channel.py", "receive"): (receive_ahead, ()),
     Wait("synchronize", "norm.py", "item"): (train, (Training("selsync", {"delta": 0.01}),)),
     Wait("synchronize", "clock.py", "seconds_between"): (train, (DEAR,)),
 }

@@ -82,7 +82,7 @@ HOST = Party("host")
 class Stream(Party):
     """``torch.cuda.Stream``."""
 
-    def __init__(self, device: object = None, name: str | None = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0, name: str | None = None) -> None:
         super().__init__(name or f"stream of {threading.current_thread().name}")
         self.device = device
         _streams.append(self)

@@ -14,7 +14,7 @@ from tests.streams.trainings import checked
 def test_a_wait_that_is_missing_is_reported(wait: Wait) -> None:
     run, args = MUTATIONS[wait]
     outcomes = on_ranks(checked, 2, run, args, wait)
-    assert all(reached for _, reached in outcomes), "the run does not come to this wait"
+    assert any(reached for _, reached in outcomes), "the run does not come to this wait"
     assert any(reports for reports, _ in outcomes)
 
 

@@ -48,7 +48,7 @@ class OnStream(nn.Module):
     gradient of a weight.
     """
 
-    computed = streams.Event()  # the last gradient that a layer has handed to the one before
+    computed: streams.Event | None = None  # the last gradient that a layer has handed to the one before
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class OnStream(nn.Module):
         return y
 
     def _begin_backward(self, _: Tensor) -> None:
-        self.stream.wait_event(OnStream.computed)
+        self.stream.wait_event(OnStream.computed or streams.current_stream().record_event())
         streams.set_stream(self.stream)
 
     def _end_backward(self, *_: Any) -> None:
@@ -80,7 +80,7 @@ def network(stream_per_layer: bool = False) -> nn.Sequential:
 
 def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
     settings = {"momentum": 0.9} if training.optimizer == "SGD" else {}
-    return getattr(torch.optim, training.optimizer)(model.parameters(), lr=0.01, **settings)  # type: ignore[no-any-return]
+    return getattr(torch.optim, training.optimizer)(model.parameters(), lr=0.01, **settings)
 
 
 def train(training: Training) -> None:
@@ -94,11 +94,11 @@ def train(training: Training) -> None:
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             x = torch.randn(BATCH, WIDTH).to(DEVICE)
-            loss = model(x).square().mean()
-            OnStream.computed = stream.record_event()
-            loss.backward()
+            OnStream.computed = None
+            model(x).square().mean().backward()
             if training.stream_per_layer:  # as autograd does at the end of a backward pass
                 for layer in model:
+                    assert isinstance(layer, OnStream)
                     stream.wait_stream(layer.stream)
             if training.clips:
                 sync.clip(1.0)
@@ -126,6 +126,28 @@ def drop_a_handle() -> None:
     transport = Transport(DEVICE, timeout_s=60)
     transport.all_reduce(torch.ones(1000, device=DEVICE))
     torch.ones(1000, device=DEVICE)
+    transport.close()
+
+
+def receive_ahead() -> None:
+    """Rank 1 receives a message while it uses the one before, and then frees that."""
+    transport = Transport(DEVICE, timeout_s=60, backend="gloo")
+    if transport.rank == 0:
+        sender = transport.channel_to(1, series=0)
+        for _ in range(2):
+            sender.send(torch.ones(1000))
+            transport.exchange_flags(0).wait()
+        sender.finish()
+    else:
+        receiver = transport.channel_from(0, series=0)
+        message = receiver.receive()
+        receiver.expect()
+        message + 1
+        del message
+        transport.exchange_flags(0).wait()
+        receiver.receive()
+        transport.exchange_flags(0).wait()
+        receiver.close(10)
     transport.close()
 
 
