@@ -22,6 +22,16 @@ from lightning_pipesync.core.torch_private import foreach_copy_
 HIGH_PRIORITY = -1
 
 
+def reduce_scatter_single(output: Tensor, flat: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """``torch.distributed.reduce_scatter_single``, which is ``reduce_scatter_tensor`` before torch 2.13."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, flat, group=group)
+
+
+def all_gather_single(output: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """``torch.distributed.all_gather_single``, which is ``all_gather_into_tensor`` before torch 2.13."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, group=group)
+
+
 def new_nccl_group(ranks: list[int] | None, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     """Returns a process group of ``ranks``, all if None; a collective call of all ranks."""
     # A default group that is bound to its device is split, which must not meet work in flight.
@@ -130,7 +140,7 @@ class NcclExchange:
         rows = self._rows(flat)
         own, total = shard_of(flat, self._rank, self._world_size), rows[self._rank]
         if _is_summed_by_nccl(flat, codec):
-            dist.reduce_scatter_tensor(total, rows.view(-1), group=self._group)
+            reduce_scatter_single(total, rows.view(-1), self._group)
         else:
             total = self._exchange_and_sum(rows, codec, feedback)
         if mean:
@@ -152,13 +162,13 @@ class NcclExchange:
         rows = self._rows(flat)
         own = rows[self._rank]
         if codec.lossless:
-            dist.all_gather_into_tensor(rows.view(-1), own, group=self._group)
+            all_gather_single(rows.view(-1), own, self._group)
         else:
             wires = self._wires(codec, rows)
             wire = wires[self._rank]
             residual = None if feedback is None else feedback.shard
             encode_with_feedback(codec, own, self._used(wire, codec, rows), residual)
-            dist.all_gather_into_tensor(wires.view(-1), wire, group=self._group)
+            all_gather_single(wires.view(-1), wire, self._group)
             codec.decode(self._used(wires, codec, rows), rows, flat.dtype)
         return self._copy_back(rows, flat)
 
@@ -167,7 +177,7 @@ class NcclExchange:
         size = parts[0].numel()  # the last ranks' parts may be shorter
         own = torch.nn.functional.pad(parts[self._rank], (0, size - parts[self._rank].numel()))
         gathered = torch.empty(self._world_size, size, dtype=flat.dtype, device=flat.device)
-        dist.all_gather_into_tensor(gathered.view(-1), own, group=self._group)
+        all_gather_single(gathered.view(-1), own, self._group)
         foreach_copy_(parts, [row[: values.numel()] for row, values in zip(gathered, parts, strict=True)])
         return flat
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.nccl import all_gather_single, reduce_scatter_single
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
@@ -98,8 +99,8 @@ class Collectives(Benchmark):
             ("ours", "reduce_scatter + all_gather", "none"): both_halves,
             **{("ours", "all_reduce", codec): partial(encoded, codec) for codec in ("none", *self.codecs)},
             (backend, "all_reduce", "none"): partial(dist.all_reduce, flat),
-            (backend, "reduce_scatter", "none"): partial(dist.reduce_scatter_tensor, shard, flat),
-            (backend, "all_gather", "none"): partial(dist.all_gather_into_tensor, flat, shard),
+            (backend, "reduce_scatter", "none"): partial(reduce_scatter_single, shard, flat),
+            (backend, "all_gather", "none"): partial(all_gather_single, flat, shard),
         }
 
     def predict(self, link: LinkCost, operation: str, num_bytes: int, world_size: int) -> float:
