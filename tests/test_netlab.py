@@ -392,7 +392,7 @@ def test_a_frozen_host_stands_still_until_the_time_is_up(capfd: pytest.CaptureFi
 def test_a_job_of_which_only_frozen_hosts_are_left_ends(nothing_left: None) -> None:
     record = Record()
     with Network(2) as network:
-        faults = [Freeze(1, 0.3), Kill(0, 50)]
+        faults = [Freeze(1, 0.001), Kill(0, 50)]  # before its process has entered the host
         first_ends = shell('[ "$RANK" = 0 ] || sleep 60')
         status = run_job(network, first_ends, output=record, faults=faults, timeout_s=60)
     assert status == 128 + signal.SIGKILL

@@ -27,6 +27,8 @@ TIMED_OUT = 124
 _GRACE_S = 3.0
 #: The seconds of one cycle of running and stopping of a host with a slow CPU.
 _DUTY_CYCLE_S = 0.05
+#: Seconds until a fault tries again, whose host has no process yet.
+_ENTERING_S = 0.02
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -238,11 +240,24 @@ class _Job:
             self._after(share * _DUTY_CYCLE_S, partial(self._stop, host, share))
 
     def _kill(self, host: _Host) -> None:
-        self._say(host, "is killed" if processes.kill(host.namespace) else "had ended before it could be killed")
+        if processes.kill(host.namespace):
+            self._say(host, "is killed")
+        else:
+            self._retry(host, self._kill, "killed")
 
     def _freeze(self, host: _Host) -> None:
-        host.frozen = processes.freeze(host.namespace) > 0
-        self._say(host, "is frozen" if host.frozen else "had ended before it could be frozen")
+        if processes.freeze(host.namespace):
+            host.frozen = True
+            self._say(host, "is frozen")
+        else:
+            self._retry(host, self._freeze, "frozen")
+
+    def _retry(self, host: _Host, action: Callable[[_Host], None], what: str) -> None:
+        """Calls ``action`` again soon, unless the host has ended: its process may be about to enter its namespace."""
+        if host.running:
+            self._after(_ENTERING_S, partial(action, host))
+        else:
+            self._say(host, f"had ended before it could be {what}")
 
 
 def _shared_environment(num_hosts: int) -> dict[str, str]:
