@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.handle import Handle
@@ -230,7 +231,9 @@ class Collectives:
         """Returns the bytes that this rank sends in a reduce-scatter: to each other rank its slice."""
         numel, world_size = flat.numel(), self.world_size
         slices = (shard_slice(numel, rank, world_size) for rank in range(world_size) if rank != self.rank)
-        return sum(codec.wire_bytes(each.stop - each.start, flat.dtype) for each in slices)
+        wide = codec.lossless and flat.is_cuda and self._nccl is not None and self._nccl.sums_wide
+        dtype = accumulation_dtype(flat.dtype) if wide else flat.dtype
+        return sum(codec.wire_bytes(each.stop - each.start, dtype) for each in slices)
 
     def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None) -> int:
         own = self.shard_slice(flat.numel(), self.rank)

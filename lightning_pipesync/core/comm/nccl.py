@@ -16,7 +16,6 @@ from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.gloo import ShardHook
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
-from lightning_pipesync.core.torch_private import foreach_copy_
 
 #: Of streams of communication: their kernels are few and short, and training would otherwise delay them.
 HIGH_PRIORITY = -1
@@ -68,10 +67,13 @@ class NcclExchange:
     Args:
         group: an NCCL process group that nothing else uses.
         device: this rank's CUDA device.
+        sums_wide: whether NCCL sums 16-bit floats, as fp32, in a ring. Otherwise every rank sends every other its part
+            in 16 bits: half the bytes where each rank has a link of its own, and several times as many over a link that
+            the ranks of a host share.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sums_wide: bool = False) -> None:
+        self._group, self._device, self.sums_wide = group, device, sums_wide
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
@@ -96,9 +98,12 @@ class NcclExchange:
         shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
         def both() -> Tensor:
-            if shard_hook is None and _is_summed_by_nccl(flat, codec):
-                dist.all_reduce(flat, group=self._group)
-                return flat.div_(self._world_size) if mean else flat
+            if shard_hook is None and self._sums(flat, codec):
+                total = flat.to(accumulation_dtype(flat.dtype))
+                dist.all_reduce(total, group=self._group)
+                if mean:
+                    total.div_(self._world_size)
+                return flat if total is flat else flat.copy_(total)
             own = self._reduce_scatter(flat, codec, mean, feedback)
             if shard_hook is not None:
                 shard_hook(own)
@@ -137,15 +142,17 @@ class NcclExchange:
         return wait
 
     def _reduce_scatter(self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None) -> Tensor:
-        rows = self._rows(flat)
-        own, total = shard_of(flat, self._rank, self._world_size), rows[self._rank]
-        if _is_summed_by_nccl(flat, codec):
-            reduce_scatter_single(total, rows.view(-1), self._group)
+        rows, own = self._rows(flat), shard_of(flat, self._rank, self._world_size)
+        in_place = False
+        if self._sums(flat, codec):
+            summed = rows.to(accumulation_dtype(flat.dtype))
+            total, in_place = summed[self._rank], summed is rows and rows.numel() == flat.numel()
+            reduce_scatter_single(total, summed.view(-1), self._group)
         else:
             total = self._exchange_and_sum(rows, codec, feedback)
         if mean:
             total.div_(self._world_size)
-        return own if own.data_ptr() == total.data_ptr() else own.copy_(total[: own.numel()])
+        return own if in_place else own.copy_(total[: own.numel()])
 
     def _exchange_and_sum(self, rows: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
         sent, received = self._wires(codec, rows), self._wires(codec, rows)
@@ -173,12 +180,16 @@ class NcclExchange:
         return self._copy_back(rows, flat)
 
     def _gather_parts(self, flat: Tensor, part: slice) -> Tensor:
-        parts = [shard_of(flat, rank, self._world_size)[part] for rank in range(self._world_size)]
-        size = parts[0].numel()  # the last ranks' parts may be shorter
-        own = torch.nn.functional.pad(parts[self._rank], (0, size - parts[self._rank].numel()))
-        gathered = torch.empty(self._world_size, size, dtype=flat.dtype, device=flat.device)
+        size = shard_numel(flat.numel(), self._world_size)
+        whole = flat.numel() // max(size, 1)  # the shard after these is shorter, and those that follow are empty
+        rows, rest = flat[: whole * size].view(whole, size)[:, part], flat[whole * size :][part]
+        own = shard_of(flat, self._rank, self._world_size)[part]
+        own = torch.nn.functional.pad(own, (0, rows.shape[1] - own.numel()))
+        gathered = torch.empty(self._world_size, rows.shape[1], dtype=flat.dtype, device=flat.device)
         all_gather_single(gathered.view(-1), own, self._group)
-        foreach_copy_(parts, [row[: values.numel()] for row, values in zip(gathered, parts, strict=True)])
+        rows.copy_(gathered[:whole])
+        if rest.numel():
+            rest.copy_(gathered[whole, : rest.numel()])
         return flat
 
     def _wires(self, codec: Codec, rows: Tensor) -> Tensor:
@@ -203,7 +214,6 @@ class NcclExchange:
         """Copies ``rows`` to ``flat`` if :meth:`_rows` has made a copy of it."""
         return flat if rows.numel() == flat.numel() else flat.copy_(rows.view(-1)[: flat.numel()])
 
-
-def _is_summed_by_nccl(flat: Tensor, codec: Codec) -> bool:
-    """It would sum 16-bit floats in 16 bits, and wire formats as bytes."""
-    return codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype
+    def _sums(self, flat: Tensor, codec: Codec) -> bool:
+        """Returns whether NCCL sums; it would sum 16-bit floats in 16 bits, and wire formats as bytes."""
+        return codec.lossless and (self.sums_wide or accumulation_dtype(flat.dtype) == flat.dtype)

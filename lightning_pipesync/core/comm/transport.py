@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pickle import UnpicklingError
@@ -100,6 +101,9 @@ class Transport(Collectives):
         super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, nccl, traffic, watch)
         self.row: Collectives | None = None
         self.column: Collectives | None = None
+        self._hosts = self.gather_objects(socket.gethostname())
+        if nccl is not None:
+            nccl.sums_wide = self._share_a_host(self.ranks)
         try:
             self._arrange(topology, torus_columns)
         except ValueError:
@@ -263,13 +267,21 @@ class Transport(Collectives):
 
     def _collectives_within(self, ranks_of: Callable[[int], list[int]], kind: str) -> Collectives:
         gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch)
-        nccl = None if self._nccl is None else NcclExchange(self._group_within("nccl", ranks_of), self.device)
+        nccl = None if self._nccl is None else self._nccl_within(ranks_of)
         return Collectives(self.rank, ranks_of(self.rank), gloo, nccl, self.traffic, self.watch, kind)
 
     def _exchange_within(self, ranks_of: Callable[[int], list[int]]) -> GlooExchange | NcclExchange:
         if self._nccl is None:
             return GlooExchange(self._group_within("gloo", ranks_of), self.watch)
-        return NcclExchange(self._group_within("nccl", ranks_of), self.device)
+        return self._nccl_within(ranks_of)
+
+    def _nccl_within(self, ranks_of: Callable[[int], list[int]]) -> NcclExchange:
+        group = self._group_within("nccl", ranks_of)
+        return NcclExchange(group, self.device, self._share_a_host(ranks_of(self.rank)))
+
+    def _share_a_host(self, ranks: Sequence[int]) -> bool:
+        """Returns whether several of ``ranks`` are on one host."""
+        return len({self._hosts[rank] for rank in ranks}) < len(ranks)
 
     def _group_within(self, backend: str, ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
         divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
