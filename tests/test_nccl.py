@@ -253,3 +253,11 @@ def test_after_an_error_all_groups_are_aborted_together(after_error: bool) -> No
     backend = [f"_get_backend().{name}" for name in ("_group_start", "abort", "abort", "_group_end")]
     aborted = ["_get_backend", "_get_backend", *backend] if after_error else []
     assert [name for name, _, _ in calls.mock_calls] == [*aborted, "destroy", "destroy"]
+
+
+def test_a_group_that_fails_to_abort_is_destroyed_all_the_same() -> None:
+    group, destroyed = MagicMock(), MagicMock()
+    group._get_backend().abort.side_effect = RuntimeError("NCCL communicator was aborted")
+    with patch.object(dist, "destroy_process_group", destroyed):
+        destroy_nccl_groups([group, group], abort=True)
+    assert destroyed.call_count == 2

@@ -45,14 +45,15 @@ def destroy_nccl_groups(groups: Sequence[dist.ProcessGroup], abort: bool) -> Non
     With ``abort``, which is for after an error, kernels in flight end at once. All groups are aborted together: the
     abort of one communicator may wait for another (pytorch/pytorch#119797).
     """
-    with suppress(Exception):  # a communicator that has failed may raise its error again
-        if abort:
+    if abort:
+        with suppress(Exception):  # a communicator that has failed may raise its error again
             backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
             backends[0]._group_start()
             for backend in backends:
                 backend.abort()
             backends[0]._group_end()
-        for group in groups:
+    for group in groups:
+        with suppress(Exception):
             dist.destroy_process_group(group)
 
 
