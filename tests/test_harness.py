@@ -25,7 +25,7 @@ def sum_of_ranks() -> float:
 
 
 def misbehave(how: str) -> None:
-    if dist.get_rank() == 0:
+    if os.environ["RANK"] == "0":
         return
     if how == "raises":
         raise KeyError("of rank 1")
@@ -56,13 +56,14 @@ def test_results_are_by_rank() -> None:
 )
 def test_a_rank_that_does_not_return_is_named(how: str, words: list[str]) -> None:
     with pytest.raises(AssertionError) as caught:
-        launch(misbehave, 2, how, timeout_s=20 if how == "hangs" else 120)
+        # Without a process group, whose connections rank 0 may still make when rank 1 dies.
+        launch(misbehave, 2, how, timeout_s=20 if how == "hangs" else 120, init=False)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "rank 0" not in str(caught.value)
 
 
 def test_a_rank_may_be_expected_to_die() -> None:
-    assert launch(misbehave, 2, "dies", may_die=(1,)) == [None, DIED]
+    assert launch(misbehave, 2, "dies", may_die=(1,), init=False) == [None, DIED]
 
 
 def test_ranks_are_kept_until_one_fails() -> None:
