@@ -13,6 +13,7 @@ import pytest
 
 from lightning_pipesync.lab.netlab.kernel import burst_bytes
 from lightning_pipesync.training.registry import METHODS
+from tests.own_methods import OWN
 
 ROOT = Path(__file__).parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "lightning_pipesync"
@@ -42,9 +43,6 @@ def test_every_setting_is_documented(name: str) -> None:
     config_type, docs_of = METHODS[name].config_type, runpy.run_path(str(DOCS / "settings_tables.py"))["docs_of"]
     assert set(docs_of(config_type)) == {field.name for field in fields(config_type)}
 
-
-#: The methods of this package: other tests register some of their own.
-OWN = [name for name, method in METHODS.items() if method.__module__.startswith("lightning_pipesync.")]
 
 #: What each method's page has in this order, besides sections of its own.
 SECTIONS = [

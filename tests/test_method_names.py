@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_pipesync.training.registry import METHODS
+from tests.own_methods import OWN
 
 ROOT = Path(__file__).parents[1] / "lightning_pipesync"
-METHODS_OF_PACKAGE = [one for one in METHODS.values() if one.__module__.startswith("lightning_pipesync.")]
 
 #: Where methods are listed.
 LISTED = {"__init__.py", "training/presets.py", "training/registry.py"}
@@ -43,7 +42,7 @@ def named_in(path: Path) -> set[str]:
     """The methods that a file outside their folders names."""
     words = set(words_of(ast.parse(path.read_text())))
     found = set()
-    for method in METHODS_OF_PACKAGE:
+    for method in OWN.values():
         folder = ROOT.parent.joinpath(*method.__module__.split(".")[:-1])
         for name in (method.name, method.__name__):
             pattern = re.compile(rf"(?<![A-Za-z_]){name}(?:Config|Strategy)?(?![A-Za-z_])")
@@ -58,7 +57,7 @@ def test_methods_are_named_in_their_folders_alone() -> None:
         inside = path.relative_to(ROOT).as_posix()
         if inside not in LISTED and GENERATED not in path.read_text()[:300] and (names := named_in(path)):
             found[inside] = names
-    assert len(METHODS_OF_PACKAGE) == 6
+    assert len(OWN) == 6
     assert found == EXCEPTIONS, "an exception that is no longer needed is to go, too"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipesync.training.registry import METHODS
 from tests.commands import ROOT, environment
+from tests.own_methods import OWN
 
 #: The first cells of a user.
 TRAIN = """
@@ -57,8 +57,6 @@ def train(fabric):
 def train_with_fabric(strategy):
     assert Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(train) == 2
 """
-#: Those of the package; other tests register some.
-OWN = [name for name, method in METHODS.items() if method.__module__.startswith("lightning_pipesync.")]
 STRATEGIES = [
     *(f"{name}_notebook" for name in OWN),
     "diloco_notebook",

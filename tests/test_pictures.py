@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, looks_of
-from lightning_pipesync.training.registry import METHODS
-
-OWN = [name for name, method in METHODS.items() if method.__module__.startswith("lightning_pipesync.")]
+from tests.own_methods import OWN
 
 
 def test_each_method_has_a_colour_and_a_marker_of_its_own() -> None:

@@ -39,6 +39,7 @@ from lightning_pipesync.training.registry import METHODS
 from tests.case_table import launch_cases
 from tests.commands import environment, run_together
 from tests.harness import launch
+from tests.own_methods import OWN
 
 MIB = 2**20
 #: 16 layers of a MiB; a step of 100 ms.
@@ -363,7 +364,7 @@ def test_plans_under_torchrun_and_reads_the_plan_again(
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count(f"In {tmp_path}: plan.json, plan.md, plan.png.") == 1, ended.stdout
     written = (tmp_path / "plan.md").read_text()
-    for name in [name for name, one in METHODS.items() if not one.__module__.startswith("lightning_pipesync.")]:
+    for name in METHODS.keys() - OWN:
         monkeypatch.delitem(METHODS, name)  # other tests have registered it in this process
     assert written == as_markdown(*read_plan(tmp_path / "plan.json", None, None))
     (result,) = json.loads((tmp_path / "plan.json").read_text())["results"]

@@ -101,9 +101,6 @@ class Transport(Collectives):
         super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, nccl, traffic, watch)
         self.row: Collectives | None = None
         self.column: Collectives | None = None
-        self._hosts = self.gather_objects(socket.gethostname())
-        if nccl is not None:
-            nccl.sums_wide = self._share_a_host(self.ranks)
         try:
             self._arrange(topology, torus_columns)
         except ValueError:
@@ -252,9 +249,11 @@ class Transport(Collectives):
         return group
 
     def _arrange(self, topology: str, columns: int | None) -> None:
-        wanted = self.gather_objects((topology, columns))
+        wanted, self._hosts = zip(*self.gather_objects(((topology, columns), socket.gethostname())), strict=True)
+        if self._nccl is not None:
+            self._nccl.sums_wide = self._share_a_host(self.ranks)
         if len(set(wanted)) > 1:
-            raise ValueError(f"The ranks differ in (topology, torus_columns): {wanted}.")
+            raise ValueError(f"The ranks differ in (topology, torus_columns): {[*wanted]}.")
         if topology == "flat":
             return
         grid = Torus(self.world_size, columns)
