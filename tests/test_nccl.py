@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -23,6 +24,7 @@ from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups,
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from tests.harness import launch
+from tests.streams.device import cuda
 from tests.test_transport import DTYPES, LOSSY, SIZES, values
 
 CPU = torch.device("cpu")
@@ -185,6 +187,54 @@ def test_ranks_know_which_of_them_share_a_host(name: str, shared: list[bool]) ->
     assert launch(hosts_of_a_transport, 2, name) == [shared] * 2
 
 
+@contextmanager
+def recorded_options() -> Iterator[list[Any]]:
+    """Context in which the options of NCCL's groups are listed; ``max_ctas`` is None until it is set."""
+    listed: list[Any] = []
+
+    def options(**_: bool) -> SimpleNamespace:
+        listed.append(SimpleNamespace(config=SimpleNamespace(max_ctas=None)))
+        return listed[-1]
+
+    with patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), create=True):
+        yield listed
+
+
+def ctas_of_a_transport(num_hosts: int) -> list[int | None]:
+    host = f"host {dist.get_rank() * num_hosts // dist.get_world_size()}"
+    with (
+        cuda(),
+        recorded_options() as listed,
+        patch("lightning_pipesync.core.comm.transport.socket.gethostname", lambda: host),
+    ):
+        Transport("cuda", timeout_s=30, topology="rows", torus_columns=2).close()
+    return [options.config.max_ctas for options in listed]
+
+
+@pytest.mark.parametrize(("num_hosts", "ctas"), [(1, [None] * 5), (2, [4, None, None, 4, 4])])
+def test_groups_of_several_hosts_take_few_thread_blocks(num_hosts: int, ctas: list[int | None]) -> None:
+    """The group of all ranks, those of the rows, each on one host, and of the columns, from host to host."""
+    assert launch(ctas_of_a_transport, 4, num_hosts) == [ctas] * 4
+
+
+@pytest.mark.parametrize("name", ["NCCL_MIN_CTAS", "NCCL_MAX_CTAS"])
+def test_thread_blocks_that_the_user_has_set_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "16")
+    with recorded_options() as listed, patch.object(torch.cuda, "synchronize"), patch.object(dist, "new_group"):
+        new_nccl_group(None, CPU, timedelta(seconds=5), several_hosts=True)
+    assert [options.config.max_ctas for options in listed] == [None]
+
+
+def test_an_nccl_without_a_configuration_has_no_limit() -> None:
+    with (
+        patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), create=True),
+        patch.object(torch.cuda, "synchronize"),
+        patch.object(dist, "new_group") as made,
+    ):
+        new_nccl_group(None, CPU, timedelta(seconds=5), several_hosts=True)
+    made.assert_called_once()
+
+
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_an_all_reduce_is_one_launch_and_a_division(ranks: int) -> None:
     flat, group = torch.zeros(ranks * 4096, device="meta"), MagicMock()
@@ -202,7 +252,7 @@ def test_groups_are_made_with_nothing_in_flight_and_come_before_training() -> No
         patch.object(dist, "ProcessGroupNCCL", calls.nccl, create=True),
         patch.object(dist, "new_group", calls.new_group),
     ):
-        new_nccl_group([0, 1], device, timedelta(seconds=5))
+        new_nccl_group([0, 1], device, timedelta(seconds=5), several_hosts=False)
     assert [name for name, _, _ in calls.mock_calls] == ["synchronize", "nccl.Options", "new_group"]
     calls.synchronize.assert_called_once_with(device)
     calls.nccl.Options.assert_called_once_with(is_high_priority_stream=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +20,8 @@ from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 
 #: Of streams of communication: their kernels are few and short, and training would otherwise delay them.
 HIGH_PRIORITY = -1
+#: The most thread blocks of a kernel between hosts, each of which takes a multiprocessor from training.
+MAX_CTAS = 4
 
 
 def reduce_scatter_single(output: Tensor, flat: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -31,11 +34,20 @@ def all_gather_single(output: Tensor, own: Tensor, group: dist.ProcessGroup | No
     (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, group=group)
 
 
-def new_nccl_group(ranks: list[int] | None, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """Returns a process group of ``ranks``, all if None; a collective call of all ranks."""
+def new_nccl_group(
+    ranks: list[int] | None, device: torch.device, timeout: timedelta, several_hosts: bool
+) -> dist.ProcessGroup:
+    """Returns a process group of ``ranks``, all if None; a collective call of all ranks.
+
+    ``several_hosts``: whether they are on several; then kernels have at most :data:`MAX_CTAS` thread blocks, unless
+    ``NCCL_MIN_CTAS`` or ``NCCL_MAX_CTAS`` is set.
+    """
     # A default group that is bound to its device is split, which must not meet work in flight.
     torch.cuda.synchronize(device)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    config = getattr(options, "config", None)  # torch may be built with an NCCL that has none
+    if several_hosts and config is not None and not os.environ.keys() & {"NCCL_MIN_CTAS", "NCCL_MAX_CTAS"}:
+        config.max_ctas = MAX_CTAS
     return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=options)
 
 

@@ -96,9 +96,8 @@ class Transport(Collectives):
         self._control = self._new_group("gloo")
         traffic = Traffic()
         watch = PeerWatch(self._timeout, lambda: traffic.num_operations, self._end_waits)
-        nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
         gloo, self._messages = GlooExchange(self._control, watch), Messages(self._control, 0, watch)
-        super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, nccl, traffic, watch)
+        super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, None, traffic, watch)
         self.row: Collectives | None = None
         self.column: Collectives | None = None
         try:
@@ -241,7 +240,8 @@ class Transport(Collectives):
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
         if backend == "nccl":
-            group = new_nccl_group(ranks, self.device, self._timeout)
+            several_hosts = self._num_hosts(self.ranks if ranks is None else ranks) > 1
+            group = new_nccl_group(ranks, self.device, self._timeout, several_hosts)
         else:
             group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
         if ranks is None or self.rank in ranks:
@@ -250,10 +250,11 @@ class Transport(Collectives):
 
     def _arrange(self, topology: str, columns: int | None) -> None:
         wanted, self._hosts = zip(*self.gather_objects(((topology, columns), socket.gethostname())), strict=True)
-        if self._nccl is not None:
-            self._nccl.sums_wide = self._share_a_host(self.ranks)
         if len(set(wanted)) > 1:
             raise ValueError(f"The ranks differ in (topology, torus_columns): {[*wanted]}.")
+        if self.backend == "nccl":
+            group = self._new_group("nccl")
+            self._nccl = self._exchange = NcclExchange(group, self.device, self._share_a_host(self.ranks))
         if topology == "flat":
             return
         grid = Torus(self.world_size, columns)
@@ -280,7 +281,10 @@ class Transport(Collectives):
 
     def _share_a_host(self, ranks: Sequence[int]) -> bool:
         """Returns whether several of ``ranks`` are on one host."""
-        return len({self._hosts[rank] for rank in ranks}) < len(ranks)
+        return self._num_hosts(ranks) < len(ranks)
+
+    def _num_hosts(self, ranks: Sequence[int]) -> int:
+        return len({self._hosts[rank] for rank in ranks})
 
     def _group_within(self, backend: str, ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
         divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
