@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipesync import DeAR, LocalSGD, PipeSGD, SelSync
@@ -17,7 +19,9 @@ from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.case_table import Outcomes, launch_cases
+from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp
+from tests.streams.device import DEVICE, cuda
 
 SECOND = torch.device("cuda", 1)
 
@@ -114,3 +118,25 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams(monkeypatch: pyte
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _, current=current: current)
         pipe._gradient_is_ready(parameter)
     assert packed_after == [set(streams)]
+
+
+def warnings_of_attaching(backend: str) -> list[str]:
+    """Returns what is warned of when a method is attached to a network with four SyncBatchNorm."""
+    with cuda(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)) for _ in range(4)]
+        model = nn.Sequential(*blocks, nn.BatchNorm1d(4)).to(DEVICE)
+        DeAR(model, OPTIMIZERS["sgd"](model), backend=backend).detach()
+    return [str(warning.message) for warning in caught if "SyncBatchNorm" in str(warning.message)]
+
+
+def test_sync_batch_norm_over_nccl_is_named_on_rank_0() -> None:
+    [[message], others] = launch(warnings_of_attaching, 2, "nccl")
+    assert "DeAR" in message
+    assert "SyncBatchNorm (0.1, 1.1, 2.1 and 1 more)" in message
+    assert others == []
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("nccl", 1)])
+def test_sync_batch_norm_that_no_collective_meets_is_not_named(backend: str, ranks: int) -> None:
+    assert launch(warnings_of_attaching, ranks, backend) == [[]] * ranks

@@ -27,6 +27,7 @@ from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, Method, group_members, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepRecord
+from lightning_pipesync.methods.sync_batch_norm import warn_of_sync_batch_norm
 from lightning_pipesync.methods.user_steps import UserSteps
 
 T = TypeVar("T")
@@ -102,6 +103,7 @@ class SyncMethod(FrameworkHooks, Method):
                 check_same_values(self.transport, named, self.optimizers, weights=False)
             warn_of_ignored(self.config, self.transport.rank)
             warn_of_one_rank(type(self).__name__, self.transport.world_size)
+            warn_of_sync_batch_norm(type(self).__name__, module, self.transport)
             exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
             self._read_buffers = buffer_reader(module)
             self._broadcast_buffers()
