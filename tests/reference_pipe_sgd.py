@@ -28,22 +28,45 @@ def through(codec: Codec, values: Tensor, dropped: Tensor | None) -> Tensor:
     return decoded
 
 
-def all_reduce(gradients: Sequence[Tensor], codec: Codec, dropped: list[list[Tensor]] | None) -> Tensor:
-    """The mean of a flat gradient by rank: compressed once by each rank, and each shard of the mean once by its owner.
+def all_reduce(
+    gradients: Sequence[Tensor], codec: Codec, dropped: list[list[Tensor]] | None, columns: int = 1
+) -> Tensor:
+    """The mean of a flat gradient by rank: compressed once by each host, and each shard of the mean once by its owner.
 
-    ``dropped``: what each rank's codec dropped of its gradient, then what each owner's dropped of its shard.
+    ``dropped``: what each host's codec dropped of its gradient, then what each owner's dropped of its shard, in the
+    order of the shards. ``columns``: neighboring ranks that are a host, whose gradient is their mean.
     """
-    world_size, shards = len(gradients), []
-    for owner in range(world_size):
-        pieces = []
-        for rank, gradient in enumerate(gradients):
-            residual = None if dropped is None else shard_of(dropped[0][rank], owner, world_size)
-            pieces.append(through(codec, shard_of(gradient, owner, world_size), residual))
-        total = pieces[0]
-        for piece in pieces[1:]:
-            total = total + piece
-        shards.append(through(codec, total / world_size, None if dropped is None else dropped[1][owner]))
-    return torch.cat(shards)
+    shards = reduce_scatter(gradients, codec, None if dropped is None else dropped[0], columns)
+    return torch.cat(
+        [through(codec, shard, None if dropped is None else dropped[1][i]) for i, shard in enumerate(shards)]
+    )
+
+
+def reduce_scatter(
+    gradients: Sequence[Tensor], codec: Codec, dropped: list[Tensor] | None, columns: int = 1
+) -> list[Tensor]:
+    """The shards of :func:`all_reduce` before their owners compress them."""
+    hosts = [mean(gradients[first : first + columns]) for first in range(0, len(gradients), columns)]
+    shards = []
+    for column in range(columns):  # a rank of each host, which has summed this part of the gradient
+        for owner in range(len(hosts)):
+            pieces = []
+            for host, gradient in enumerate(hosts):
+                gradient, *residual = (
+                    shard_of(shard_of(flat, column, columns), owner, len(hosts))
+                    for flat in ([gradient] if dropped is None else [gradient, dropped[host]])
+                )
+                pieces.append(through(codec, gradient, residual[0] if residual else None))
+            shards.append(mean(pieces))
+    return shards
+
+
+def mean(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum in the order of the ranks, divided by their number."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total / len(tensors)
 
 
 def fused(tensors: Sequence[Tensor]) -> Tensor:
@@ -81,6 +104,7 @@ def simulate(
     loss: Callable[[nn.Module, int, int], Tensor],
     *,
     world_size: int,
+    columns: int = 1,
     num_steps: int,
     staleness: int,
     compression: str = "none",
@@ -96,6 +120,7 @@ def simulate(
     """Returns the weights after each step, and, if asked, after the pipeline is drained.
 
     Args:
+        columns: neighboring ranks that are a host.
         schedule: learning rate of each step; the optimizer's own if None.
         learning_rate: of an update, from that of the gradient's step, by how many updates it is late, and the squared
             distance that the weights have moved since.
@@ -106,7 +131,7 @@ def simulate(
     codec = get_codec(compression)
     empty = fused([torch.zeros_like(p) for p in parameters])
     shards = [shard_of(empty.clone(), rank, world_size) for rank in range(world_size)]
-    dropped = [[empty.clone() for _ in shards], shards] if error_feedback else None
+    dropped = [[empty.clone() for _ in range(world_size // columns)], shards] if error_feedback else None
     in_flight: list[tuple[Tensor, float, int, Tensor]] = []
     own: list[list[list[Tensor]]] = [[] for _ in range(world_size)]  # of each gradient in flight this rank's part
     updates = 0
@@ -144,7 +169,7 @@ def simulate(
             own[rank].append(
                 [torch.zeros_like(g) if delay_compensation == "momentum" else g.clone() for g in gradients]
             )
-        in_flight.append((all_reduce(local, codec, dropped), rate, updates, flat()))  # lines 9 and 10
+        in_flight.append((all_reduce(local, codec, dropped, columns), rate, updates, flat()))  # lines 9 and 10
         if len(in_flight) > (0 if t < warmup_steps else staleness):
             apply_oldest()
         weights.append(flat())

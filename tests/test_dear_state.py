@@ -56,17 +56,19 @@ def stopped_and_resumed(settings: dict[str, Any], former: bool = False) -> tuple
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("world_size", "settings"),
     [
-        {},
-        {"update": "replicated", "compression": "int8"},
-        {"compression": "int8"},
-        {"compression": "int8", "error_feedback": False},
+        (2, {}),
+        (2, {"update": "replicated", "compression": "int8"}),
+        (2, {"compression": "int8"}),
+        (2, {"compression": "int8", "error_feedback": False}),
+        (4, {"update": "replicated", "compression": "int8", "topology": "torus2d"}),
+        (4, {"update": "sharded", "compression": "int8", "topology": "torus2d"}),
     ],
     ids=str,
 )
-def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
-    assert_pairs(on_ranks(stopped_and_resumed, 2, settings))
+def test_a_resumed_run_is_the_uninterrupted_one(world_size: int, settings: dict[str, Any]) -> None:
+    assert_pairs(on_ranks(stopped_and_resumed, world_size, settings))
 
 
 def test_a_former_state_with_an_unused_residual_resumes() -> None:

@@ -18,15 +18,18 @@ from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import on_ranks
 from tests.models import Run, loss, seeded_mlp
-from tests.reference_pipe_sgd import all_reduce, divided, fused, through
+from tests.reference_pipe_sgd import all_reduce, divided, fused, reduce_scatter, through
 
-STEPS, RANKS = 8, 2
+STEPS = 8
 METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "dear, sharded": (DeAR, {"update": "sharded", "fusion": "buffer"}),
     "dear, replicated": (DeAR, {"update": "replicated", "fusion": "buffer"}),
     "selsync, parameters": (SelSync, {"delta": 0.0}),
     "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
+    "dear, sharded, on a torus": (DeAR, {"update": "sharded", "fusion": "buffer", "topology": "torus2d"}),
+    "dear, replicated, on a torus": (DeAR, {"update": "replicated", "fusion": "buffer", "topology": "torus2d"}),
 }
+ON_A_TORUS = {"world_size": 4, "columns": 2}
 
 
 def sgd(parameters: Any) -> SGD:
@@ -57,19 +60,21 @@ def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tens
     return names, weights
 
 
-def residuals(numel: int) -> list[list[Tensor]]:
-    """Of each rank's values, and of each owner's shard."""
-    shards = [torch.zeros_like(shard_of(torch.zeros(numel), rank, RANKS)) for rank in range(RANKS)]
-    return [[torch.zeros(numel) for _ in range(RANKS)], shards]
+def residuals(numel: int, world_size: int, columns: int) -> list[list[Tensor]]:
+    """Of each host's values, and of each owner's shard."""
+    shards = [torch.zeros_like(shard_of(torch.zeros(numel), rank, world_size)) for rank in range(world_size)]
+    return [[torch.zeros(numel) for _ in range(world_size // columns)], shards]
 
 
-def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str]) -> list[Tensor]:
-    codec, models = get_codec(codec_name), [seeded_mlp() for _ in range(RANKS)]
+def simulate(
+    method: str, codec_name: str, feedback: bool, names: Sequence[str], world_size: int = 2, columns: int = 1
+) -> list[Tensor]:
+    codec, models = get_codec(codec_name), [seeded_mlp() for _ in range(world_size)]
     parameters = [in_order(model, names) for model in models]
     optimizers = [sgd(own) for own in parameters]
     common = fused(parameters[0])
     is_parameter = fused([torch.ones_like(one) for one in parameters[0]]).bool()
-    dropped = residuals(common.numel()) if feedback else None
+    dropped = residuals(common.numel(), world_size, columns) if feedback else None
     not_sent = torch.zeros_like(common)  # of the updated weights
     weights = []
 
@@ -88,18 +93,19 @@ def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str])
             for optimizer in optimizers:
                 optimizer.step()
             common = common + all_reduce([fused(own) - common for own in parameters], codec, dropped)
-        elif method == "dear, sharded":
+        elif method.startswith("dear, sharded"):
             gradients = [fused([p.grad for p in own]) for own in parameters]
-            write(parameters[0], reduce_scatter(gradients, codec_name, dropped), gradients=True)
+            average = torch.cat(reduce_scatter(gradients, codec, dropped[0] if dropped else None, columns))
+            write(parameters[0], average, gradients=True)
             write(parameters[0], common + not_sent)
             optimizers[0].step()
             # The optimizer changes parameters, and not what a codec may leave between them.
             updated = torch.where(is_parameter, fused(parameters[0]), common + not_sent)
-            moved = [shard_of(updated - common, owner, RANKS) for owner in range(RANKS)]
+            moved = [shard_of(updated - common, owner, world_size) for owner in range(world_size)]
             common = common + torch.cat([through(codec, shard, None) for shard in moved])
             not_sent = updated - common if feedback else not_sent
         else:
-            average = all_reduce([fused([p.grad for p in own]) for own in parameters], codec, dropped)
+            average = all_reduce([fused([p.grad for p in own]) for own in parameters], codec, dropped, columns)
             write(parameters[0], average, gradients=True)
             optimizers[0].step()
             common = fused(parameters[0])
@@ -109,34 +115,19 @@ def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str])
     return weights
 
 
-def reduce_scatter(gradients: Sequence[Tensor], codec: str, dropped: list[list[Tensor]] | None) -> Tensor:
-    """The mean, each rank's gradient compressed once; the shards of the mean stay with their owners as they are."""
-    sent = []
-    for rank, gradient in enumerate(gradients):
-        shards = [
-            through(
-                get_codec(codec),
-                shard_of(gradient, owner, RANKS),
-                None if dropped is None else shard_of(dropped[0][rank], owner, RANKS),
-            )
-            for owner in range(RANKS)
-        ]
-        sent.append(torch.cat(shards))
-    return (sent[0] + sent[1]) / RANKS
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("codec", ["int8", "int4", "chunked_topk"])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_all_methods_follow_one_rule(method: str, codec: str, feedback: bool) -> None:
     """Pipe-SGD's own reference is that of test_pipe_sgd.py."""
-    outcomes = on_ranks(train, RANKS, method, codec, feedback)
+    ranks = ON_A_TORUS if "torus" in method else {"world_size": 2}
+    outcomes = on_ranks(train, ranks["world_size"], method, codec, feedback)
     names, weights = outcomes[0]
-    reference = simulate(method, codec, feedback, names)
+    reference = simulate(method, codec, feedback, names, **ranks)
     for _, of_rank in outcomes:
         for step, (actual, expected) in enumerate(zip(of_rank, reference, strict=True)):
             assert torch.equal(actual, expected), f"step {step}: off by {(actual - expected).abs().max()}"
-    other = simulate(method, codec, not feedback, names)
+    other = simulate(method, codec, not feedback, names, **ranks)
     assert not torch.equal(weights[-1], other[-1]), "the setting makes no difference"
 
 

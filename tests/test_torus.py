@@ -103,7 +103,6 @@ def misuse() -> dict[str, Any]:
     sgd = OPTIMIZERS["sgd"](model)
     return {
         "topology": raised(lambda: DeAR(model, sgd, topology="ring")),
-        "compression='int8'": raised(lambda: DeAR(model, sgd, topology="torus2d", compression="int8")),
         "torus_columns=3": raised(lambda: DeAR(model, sgd, topology="torus2d", torus_columns=3)),
         "The ranks differ": raised(lambda: DeAR(model, sgd, topology="torus2d", torus_columns=2 + dist.get_rank())),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,8 @@ class ErrorFeedback:
     shard the reduced shard before the all-gather. Each compression has its own residual.
 
     Attributes:
-        contribution: residual of this rank's values, shape ``[numel]``.
+        contribution: residual of this rank's values, shape ``[numel]``. On a torus it is zero outside of the slice that
+            this rank sums for its row.
         shard: residual of the reduced shard that this rank owns, shape ``[ceil(numel / world_size)]``; None if only
             the reduce-scatter compresses.
     """
@@ -29,6 +32,14 @@ class ErrorFeedback:
         self.shard: Tensor | None = None
         if gathered:
             self.shard = torch.zeros(shard_numel(flat.numel(), world_size), dtype=dtype, device=flat.device)
+
+    def of_slice(self, part: slice, num_shards: int) -> ErrorFeedback:
+        """Returns the residuals of a slice of the buffer, which ``num_shards`` ranks exchange: views."""
+        view = copy.copy(self)
+        view.contribution = self.contribution[part]
+        if self.shard is not None:
+            view.shard = self.shard[: shard_numel(view.contribution.numel(), num_shards)]
+        return view
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {"contribution": self.contribution}

@@ -47,7 +47,7 @@ class DeARStrategyMixin(SyncStrategyMixin):
         compression: Codec of both halves: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
-            rows, for hosts with several accelerators, or in racks; without compression.
+            rows, for hosts with several accelerators, or in racks; the codec is used across rows only.
         torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
             a strategy, the ranks of a host, if there are several.
         timeout_s: Seconds after which a rank that does not answer counts as lost.

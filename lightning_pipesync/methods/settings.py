@@ -180,6 +180,11 @@ def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise:
         )
 
 
+def with_topology(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the topology to saved settings with residuals: a checkpoint without one is of a flat exchange."""
+    return {"topology": "flat", **saved} if saved["error_feedback"] else {**saved}
+
+
 def warn_of_one_rank(method: str, world_size: int) -> None:
     if world_size == 1:
         warnings.warn(

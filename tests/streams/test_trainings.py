@@ -74,6 +74,8 @@ TRAININGS: dict[str, list[Training]] = {
 OF_FOUR = [
     Training("dear", {"topology": "torus2d", "fusion": "buffer", **SMALL}),
     Training("dear", {"topology": "torus2d", "update": "sharded", "fusion": "buffer", **SMALL}, "AdamW", clips=True),
+    Training("dear", {"topology": "torus2d", "compression": "int8", **BUFFER}),
+    Training("dear", {"topology": "torus2d", "update": "replicated", "compression": "int8", **BUFFER}, "AdamW"),
     Training("local_sgd", {"ranks_per_replica": 2, "period": 2, **SMALL}),
     Training("local_sgd", {"ranks_per_replica": 2, "period": 2, "overlap_steps": 1, "fragments": 2}),
 ]

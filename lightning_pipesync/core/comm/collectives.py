@@ -20,7 +20,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.nccl import NcclExchange
-from lightning_pipesync.core.comm.torus import Torus, TorusExchange
+from lightning_pipesync.core.comm.torus import NONE, Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
@@ -184,6 +184,23 @@ class Collectives:
         """
         return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size, gathered)
 
+    @property
+    def topology(self) -> str:
+        """How the ranks are arranged, which says whose residuals are of which values."""
+        return "flat" if self._torus is None else f"torus2d with rows of {self._torus.columns} ranks"
+
+    def own_contribution(self, numel: int) -> slice:
+        """Returns the slice of a buffer of ``numel`` values that this rank encodes: on a torus that of its row."""
+        return slice(0, numel) if self._torus is None else self._torus.row_slice(numel, self.rank)
+
+    def gather_contribution(self, feedback: ErrorFeedback) -> None:
+        """Sets the residual of the contribution to that of all that the ranks of a row encode; a collective call."""
+        flat = feedback.contribution
+        exchange = self._exchange_of(flat)
+        if self._torus is not None and isinstance(exchange, TorusExchange):
+            self._issue("residuals", self._gather_bytes_in_row(self._torus, flat))
+            self._handle("residuals", exchange.gather_in_row(flat)).wait()
+
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""
         self._exchange.release_memory()
@@ -214,10 +231,6 @@ class Collectives:
         codec = get_codec(codec)
         if flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(f"A collective takes a 1-D contiguous tensor, got shape {tuple(flat.shape)}.")
-        if self._torus is not None and not codec.lossless:
-            raise ValueError(
-                f"A 2-D torus sums in two directions, and carries nothing compressed: {codec} does not fit."
-            )
         if not flat.is_floating_point() and (mean or not codec.lossless):
             raise ValueError(f"A tensor of {flat.dtype} cannot be averaged or compressed; sum it with codec='none'.")
         return codec
@@ -229,8 +242,17 @@ class Collectives:
 
     def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
         """Returns the bytes that this rank sends in a reduce-scatter: to each other rank its slice."""
-        numel, world_size = flat.numel(), self.world_size
-        slices = (shard_slice(numel, rank, world_size) for rank in range(world_size) if rank != self.rank)
+        if self._torus is None:
+            return self._bytes_of_slices(flat, self.rank, self.world_size, codec)
+        row, column = divmod(self.rank, self._torus.columns)
+        in_column = flat[self._torus.row_slice(flat.numel(), self.rank)]
+        return self._bytes_of_slices(flat, column, self._torus.columns, NONE) + self._bytes_of_slices(
+            in_column, row, self._torus.rows, codec
+        )
+
+    def _bytes_of_slices(self, flat: Tensor, rank: int, world_size: int, codec: Codec) -> int:
+        numel = flat.numel()
+        slices = (shard_slice(numel, other, world_size) for other in range(world_size) if other != rank)
         wide = codec.lossless and flat.is_cuda and self._nccl is not None and self._nccl.sums_wide
         dtype = accumulation_dtype(flat.dtype) if wide else flat.dtype
         return sum(codec.wire_bytes(each.stop - each.start, dtype) for each in slices)
@@ -240,7 +262,13 @@ class Collectives:
         numel = own.stop - own.start
         if part is not None:
             numel = len(range(*part.indices(numel)))
-        return codec.wire_bytes(numel, flat.dtype) * (self.world_size - 1)
+        own_bytes = codec.wire_bytes(numel, flat.dtype)
+        if self._torus is None:
+            return own_bytes * (self.world_size - 1)
+        return own_bytes * (self._torus.rows - 1) + self._gather_bytes_in_row(self._torus, flat)
+
+    def _gather_bytes_in_row(self, torus: Torus, flat: Tensor) -> int:
+        return flat[torus.row_slice(flat.numel(), self.rank)].nbytes * (torus.columns - 1)
 
     def _exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange | TorusExchange:
         # NCCL carries no tensor of the host, such as a buffer that a user keeps there.

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_slice
-from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.feedback import ErrorFeedback
+
+#: Rows send values as they are: only what crosses the rows is encoded, once.
+NONE = get_codec("none")
 
 
 class Torus:
@@ -68,8 +71,9 @@ class TorusExchange:
 
     The all-reduce along columns has two halves, too, so that each rank owns a shard of the sum in between. Only
     1 / columns of a buffer travels between rows, and a ring has columns + rows - 2 steps instead of the number of ranks
-    less 1. An operation runs along its first direction in the background; the second direction starts when the
-    operation is waited for: wait in the order of the calls, on all ranks.
+    less 1. A codec encodes what travels along columns: sums of rows, whose residuals a rank has for its
+    :meth:`Torus.row_slice`. An operation runs along its first direction in the background; the second direction starts
+    when the operation is waited for: wait in the order of the calls, on all ranks.
     """
 
     def __init__(
@@ -80,20 +84,26 @@ class TorusExchange:
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
-        return lambda: self._column.reduce_scatter(summed_in_row(), codec, mean, feedback)()
+        summed_in_row = self._row.reduce_scatter(flat, NONE, mean, None)
+        residuals = self._of_row_slice(feedback, flat)
+        return lambda: self._column.reduce_scatter(summed_in_row(), codec, mean, residuals)()
 
     def all_gather(
         self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
     ) -> Callable[[], Tensor]:
         assert part is None  # the ranks' rows and columns differ
-        gathered_in_column = self._column.all_gather(self._row_slice(flat), codec, feedback)
+        own, residuals = flat[self._row_slice(flat)], self._of_row_slice(feedback, flat)
+        gathered_in_column = self._column.all_gather(own, codec, residuals)
 
         def gather_in_row() -> Tensor:
             gathered_in_column()
-            return self._row.all_gather(flat, codec, feedback)()
+            return self.gather_in_row(flat)()
 
         return gather_in_row
+
+    def gather_in_row(self, flat: Tensor) -> Callable[[], Tensor]:
+        """Fills ``flat`` with the :meth:`Torus.row_slice` of every rank of the row; returns a function that waits."""
+        return self._row.all_gather(flat, NONE, None)
 
     def all_reduce(
         self,
@@ -103,11 +113,12 @@ class TorusExchange:
         feedback: ErrorFeedback | None,
         shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
-        summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
+        summed_in_row = self._row.reduce_scatter(flat, NONE, mean, None)
+        residuals = self._of_row_slice(feedback, flat)
 
         def reduce_in_column() -> Tensor:
-            self._column.all_reduce(summed_in_row(), codec, mean, feedback, shard_hook)()
-            return self._row.all_gather(flat, codec, feedback)()
+            self._column.all_reduce(summed_in_row(), codec, mean, residuals, shard_hook)()
+            return self.gather_in_row(flat)()
 
         return reduce_in_column
 
@@ -115,5 +126,8 @@ class TorusExchange:
         self._row.release_memory()
         self._column.release_memory()
 
-    def _row_slice(self, flat: Tensor) -> Tensor:
-        return flat[self._torus.row_slice(flat.numel(), self._rank)]
+    def _row_slice(self, flat: Tensor) -> slice:
+        return self._torus.row_slice(flat.numel(), self._rank)
+
+    def _of_row_slice(self, feedback: ErrorFeedback | None, flat: Tensor) -> ErrorFeedback | None:
+        return None if feedback is None else feedback.of_slice(self._row_slice(flat), self._torus.rows)

@@ -55,8 +55,8 @@ class Transport(Collectives):
         device: of the tensors.
         timeout_s: seconds after which a peer that does not answer counts as lost.
         backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices if available, else Gloo.
-        topology: ``"flat"``: every rank exchanges with every other. ``"torus2d"``: along rows, then along columns;
-            without compression. ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
+        topology: ``"flat"``: every rank exchanges with every other. ``"torus2d"``: along rows, then along columns,
+            which alone use the codec. ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
         torus_columns: neighboring ranks in a row; None: as square as possible.
 
     Raises:

@@ -131,6 +131,11 @@ class FusedBucket(GradientBucket):
         residual = self._dropped if self._feedback is None or self.sharded else self._feedback.shard
         return {} if residual is None else {name: {"residual": v} for name, v in self._in_shard(residual).items()}
 
+    def gather_residuals(self) -> None:
+        """Gives all ranks of a row the residuals of what these encode, each a slice of it; a collective call."""
+        if self._feedback is not None:
+            self._collectives.gather_contribution(self._feedback)
+
     def residuals_of_gradients(self) -> dict[str, Tensor]:
         """Returns views of the residuals of this rank's gradients, by parameter."""
         if self._feedback is None:
@@ -138,11 +143,16 @@ class FusedBucket(GradientBucket):
         return {name: self._feedback.contribution[place] for name, place in self._places.items()}
 
     def load_residuals(self, of_shard: Mapping[str, Mapping[str, Tensor]], of_gradients: Mapping[str, Tensor]) -> None:
-        """Copies the residuals of the same parameters in other buckets."""
+        """Copies the residuals of the same parameters in other buckets, which were complete."""
         for name, state in self.residuals_of_shard().items():
             state["residual"].copy_(of_shard[name]["residual"])
         for name, values in self.residuals_of_gradients().items():
             values.copy_(of_gradients[name])
+        if self._feedback is not None:
+            contribution = self._feedback.contribution
+            own = self._collectives.own_contribution(contribution.numel())
+            contribution[: own.start].zero_()
+            contribution[own.stop :].zero_()
 
     def release(self) -> None:
         """Moves every parameter out of the buffer."""

@@ -81,7 +81,7 @@ class DeARConfig(Settings):
 
     topology: Topology = "flat"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; without compression."""
+    hosts with several accelerators, or in racks; the codec is used across rows only."""
 
     torus_columns: int | None = None
     """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
@@ -101,11 +101,6 @@ class DeARConfig(Settings):
         if self.torus_columns is not None and (self.topology == "flat" or self.torus_columns < 1):
             raise ValueError(
                 f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
-            )
-        if self.topology == "torus2d" and not get_codec(self.compression).lossless:
-            raise ValueError(
-                f"topology='torus2d' sums in two directions, and would compress what is compressed already: "
-                f"use compression='none' with it, or topology='flat' with compression={self.compression!r}."
             )
 
     @property

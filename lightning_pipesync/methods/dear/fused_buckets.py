@@ -78,6 +78,8 @@ class FusedBuckets:
         """Changes the buckets, and keeps optimizer states and residuals; a collective call, with nothing in flight."""
         states = _joined(bucket.update.states() for bucket in self.buckets)
         residuals = _joined(bucket.residuals_of_shard() for bucket in self.buckets)
+        for bucket in self.buckets:
+            bucket.gather_residuals()
         residuals_of_gradients = _joined(bucket.residuals_of_gradients() for bucket in self.buckets)
         updated, owned = self._by_rank(FusedBucket.updated_slices), self._by_rank(FusedBucket.shard_slices)
         self.release()

@@ -29,7 +29,7 @@ from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.loads import hook_loading
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
-from lightning_pipesync.methods.settings import check_saved
+from lightning_pipesync.methods.settings import check_saved, with_topology
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class DeAR(SyncMethod):
         Raises:
             ValueError: the state is of other settings, or of another number of ranks.
         """
-        saved, present = state["settings"], self._shape_settings()
+        saved, present = with_topology(state["settings"]), self._shape_settings()
         as_many = len(saved["sharded"]) == len(present["sharded"])
         if as_many and not (saved["error_feedback"] or present["error_feedback"]):
             present["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights
@@ -334,11 +334,13 @@ class DeAR(SyncMethod):
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""
         sharded = [self._effective_config.shards(optimizer) for optimizer in self.optimizers]
+        with_residuals = self.config.uses_error_feedback
         return {
             "sharded": sharded,
             "compression": str(self.config.compression),
-            "error_feedback": self.config.uses_error_feedback,
+            "error_feedback": with_residuals,
             "world_size": self.transport.world_size,
+            **({"topology": self.transport.topology} if with_residuals else {}),
         }
 
     def _problem(self) -> ValueError | None:

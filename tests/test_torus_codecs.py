@@ -1,0 +1,206 @@
+"""A codec on a torus: the ranks of a row sum values as they are, and the sums travel between rows encoded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import Fusion, shard_of
+from lightning_pipesync.core.codecs import CODECS, get_codec
+from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.torus import Torus, TorusExchange
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.methods.dear import DeAR
+from tests.harness import on_ranks, raised
+from tests.models import Run, assert_same
+from tests.reference_pipe_sgd import all_reduce
+from tests.test_nccl import CPU, nccl_on_the_host
+
+RANKS, COLUMNS, ROUNDS = 4, 2, 3
+HOSTS = RANKS // COLUMNS
+TORUS = {"topology": "torus2d", "torus_columns": COLUMNS}
+NUMELS = [0, 1, 3, 1001, 4096]
+
+
+def values(numel: int, rank: int, round_: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * numel + 10 * round_ + rank))
+
+
+def use_nccl(transport: Transport) -> None:
+    """Makes a transport use the exchange of NCCL, with groups of Gloo in place."""
+    torus = Torus(RANKS, COLUMNS)
+    groups = [transport._group_within("gloo", ranks_of) for ranks_of in (torus.row_of, torus.column_of)]
+    transport._exchange = TorusExchange(torus, transport.rank, *(NcclExchange(group, CPU) for group in groups))
+
+
+def averages(codec: str, with_feedback: bool, nccl: bool, numels: list[int]) -> dict[int, tuple[list[Tensor], Tensor]]:
+    """Returns by size the average of each round, and what is left of this rank's values."""
+    found = {}
+    with nccl_on_the_host():
+        transport = Transport(timeout_s=30, **TORUS)
+        if nccl:
+            use_nccl(transport)
+        for numel in numels:
+            feedback = transport.feedback(torch.zeros(numel)) if with_feedback else None
+            rounds = []
+            for round_ in range(ROUNDS):
+                flat = values(numel, transport.rank, round_)
+                if round_ % 2:
+                    transport.all_reduce(flat, codec=codec, mean=True, feedback=feedback).wait()
+                else:
+                    transport.reduce_scatter(flat, codec=codec, mean=True, feedback=feedback).wait()
+                    transport.all_gather(flat, codec=codec, feedback=feedback).wait()
+                rounds.append(flat)
+            found[numel] = rounds, torch.zeros(0) if feedback is None else feedback.contribution
+        transport.close()
+    return found
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("with_feedback", [True, False])
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if not codec.lossless])
+def test_hosts_exchange_their_sums_once_encoded(codec: str, with_feedback: bool, nccl: bool) -> None:
+    # Over NCCL the last shards are padded, of which top-k sends a share.
+    numels = [numel for numel in NUMELS if numel % RANKS == 0] if nccl and "topk" in codec else NUMELS
+    outcomes = on_ranks(averages, RANKS, codec, with_feedback, nccl, numels)
+    for numel in numels:
+        flat = torch.zeros(numel)
+        shards = [shard_of(shard_of(flat, i, COLUMNS), j, HOSTS).clone() for i in range(COLUMNS) for j in range(HOSTS)]
+        dropped = [[flat.clone() for _ in range(HOSTS)], shards] if with_feedback else None
+        for round_ in range(ROUNDS):
+            of_ranks = [values(numel, rank, round_) for rank in range(RANKS)]
+            expected = all_reduce(of_ranks, get_codec(codec), dropped, COLUMNS)
+            for outcome in outcomes:
+                assert torch.equal(outcome[numel][0][round_], expected), f"{numel} values, round {round_}"
+        if dropped is not None:
+            left = [outcome[numel][1] for outcome in outcomes]
+            for host, residual in enumerate(dropped[0]):
+                assert torch.equal(left[host * COLUMNS] + left[host * COLUMNS + 1], residual), "of a host's ranks"
+
+
+def bytes_sent(topology: str, codec: str) -> tuple[int, int, int]:
+    """Returns the bytes of this rank's messages, of those to another host, and as they are counted."""
+    transport = Transport(timeout_s=30, topology=topology)
+    sent: Counter[bool] = Counter()
+    start_sending = Messages.start_sending
+
+    def counted(self: Messages, tensor: Tensor, peer: int) -> dist.Work:
+        sent[self._ranks[peer] // COLUMNS != transport.rank // COLUMNS] += tensor.nbytes
+        return start_sending(self, tensor, peer)
+
+    with patch.object(Messages, "start_sending", counted):
+        transport.all_reduce(values(2**14, transport.rank, 0), codec=codec).wait()
+    counts = sum(sent.values()), sent[True], transport.bytes_sent
+    transport.close()
+    return counts
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_only_a_share_of_the_bytes_leaves_a_host(codec: str) -> None:
+    shard = get_codec(codec).wire_bytes(2**14 // RANKS, torch.float32)
+    for topology, to_other_hosts in (("flat", RANKS - COLUMNS), ("torus2d", HOSTS - 1)):
+        for sent, leaving, counted in on_ranks(bytes_sent, RANKS, topology, codec):
+            assert leaving == 2 * to_other_hosts * shard
+            assert counted == sent
+
+
+Dropped = dict[str, Any]
+
+
+def dropped_by(sync: DeAR) -> Dropped:
+    """Returns by parameter what this rank has dropped of gradients, and of its slice of what it has gathered."""
+    buckets, rank = sync._fused.buckets, sync.transport.rank
+    return {
+        name: (values.clone(), bucket.shard_slices(rank).get(name), shards.get(name, {}).get("residual"))
+        for bucket in buckets
+        for shards in [{key: {"residual": v["residual"].clone()} for key, v in bucket.residuals_of_shard().items()}]
+        for name, values in bucket.residuals_of_gradients().items()
+    }
+
+
+def fuse_anew(update: str) -> tuple[list[Dropped], dict[str, Tensor]]:
+    """Returns what is dropped before and after buckets change, and the weights later."""
+    run = Run(DeAR, update=update, compression="int8", fusion="buffer", bucket_mb=1e-4, **TORUS)
+    run.steps(range(3))
+    run.sync.synchronize()
+    dropped = []
+    for bucket_mb in (2e-4, 1.0, 1e-4):
+        dropped.append(dropped_by(run.sync))
+        run.sync._fused.fuse_anew(Fusion(bucket_mb=bucket_mb))
+        dropped.append(dropped_by(run.sync))
+        run.steps(range(3))
+        run.sync.synchronize()
+    return dropped, run.end()
+
+
+def whole(states: list[Dropped], name: str) -> list[Tensor]:
+    """Returns what each host has dropped of a parameter's gradient, and what the owners of its shards have."""
+    hosts = [states[first : first + COLUMNS] for first in range(0, RANKS, COLUMNS)]
+    of_hosts = [torch.stack([state[name][0] for state in host]) for host in hosts]
+    assert all(int((of_host != 0).sum(dim=0).max()) <= 1 for of_host in of_hosts), "each rank has its own slice"
+    of_owners = torch.zeros_like(of_hosts[0][0])
+    for _, place, residual in (state[name] for state in states):
+        if place is not None:
+            of_owners[place] += residual
+    return [*(of_host.sum(dim=0) for of_host in of_hosts), of_owners]
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_what_a_host_has_dropped_stays_when_buckets_change(update: str) -> None:
+    outcomes = on_ranks(fuse_anew, RANKS, update)
+    for _, weights in outcomes:
+        assert_same(weights, outcomes[0][1])
+    moments = list(zip(*(dropped for dropped, _ in outcomes), strict=True))
+    for before, after in zip(moments[::2], moments[1::2], strict=True):
+        for name in before[0]:
+            kept = whole(list(before), name)
+            assert all(bool(part.any()) for part in kept)
+            assert all(map(torch.equal, kept, whole(list(after), name))), name
+
+
+def resume_elsewhere() -> list[tuple[str, str] | None]:
+    """Loads residuals of one topology in a run with another; and where there are none."""
+
+    def saved(**settings: Any) -> Callable[..., Any]:
+        run = Run(DeAR, fusion="buffer", **settings)
+        run.step(0)
+        run.sync.flush()
+        state = run.sync.state_dict()
+        run.end()
+
+        def load(former: bool = False, **others: Any) -> None:
+            if former:
+                del state["settings"]["topology"]
+            other = Run(DeAR, fusion="buffer", **{**settings, **others})
+            try:
+                other.sync.load_state_dict(state)
+            finally:
+                other.end()
+
+        return load
+
+    flat, torus = saved(compression="int8", topology="flat"), saved(compression="int8", **TORUS)
+    plain = saved(compression="int8", error_feedback=False, **TORUS)
+    return [
+        raised(lambda: flat(former=True)),
+        raised(lambda: plain(topology="flat", torus_columns=None)),
+        raised(lambda: flat(**TORUS)),
+        raised(lambda: torus(topology="flat", torus_columns=None)),
+    ]
+
+
+def test_residuals_are_of_one_topology() -> None:
+    for former, without, *refused in on_ranks(resume_elsewhere, RANKS):
+        assert former is without is None
+        for outcome in refused:
+            assert outcome is not None
+            assert "'topology': 'flat'" in outcome[1]
+            assert "'topology': 'torus2d with rows of 2 ranks'" in outcome[1]
