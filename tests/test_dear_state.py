@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from copy import deepcopy
 from functools import partial
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_raised, on_ranks, raised
-from tests.models import Run, assert_same, seeded_mlp, state
+from tests.models import Run, assert_same, loss, seeded_mlp, state
 from tests.test_dear_models import SMALL, STEPS, Backwards
 
 
@@ -215,6 +217,29 @@ def copies_of_the_model(settings: dict[str, Any]) -> float:
 def test_memory_of_a_lossy_codec(settings: dict[str, Any], copies: float) -> None:
     """As docs/dear.md has it."""
     assert on_ranks(copies_of_the_model, 4, settings) == [copies] * 4
+
+
+def diverge_and_recover(settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Loads finite weights after a loss that was not finite, and continues."""
+    run = Run(DeAR, sgd, backwards(), **{**SMALL, **settings})
+    run.steps(range(3))  # until there are buckets
+    (loss(run.model, 3, dist.get_rank()) * math.inf).backward()
+    run.sync.step()
+    run.sync.flush()
+    assert not all(value.isfinite().all() for value in state(run.model).values())
+    run.model.load_state_dict(backwards().state_dict())
+    run.steps(range(4, 8))
+    return run.end()
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk", "chunked_topk"])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_nothing_remains_of_values_that_were_not_finite(update: str, codec: str, feedback: bool) -> None:
+    """Neither in a residual nor in the gaps between parameters, of which the next scales would not be finite."""
+    settings = {"update": update, "compression": codec, "error_feedback": feedback}
+    for weights in on_ranks(diverge_and_recover, 2, settings):
+        assert all(value.isfinite().all() for value in weights.values())
 
 
 def load_at_once(update: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -158,7 +158,7 @@ class Bucket:
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor]) -> None:
         foreach_copy_(self.views, list(tensors))
-        foreach_zero_(self._gaps)
+        self.zero_gaps()
 
     @torch.no_grad()
     def pack_gradients(self, parameters: Sequence[Tensor]) -> list[bool]:
@@ -167,9 +167,13 @@ class Bucket:
         if len(pairs) < len(parameters):
             self.flat.zero_()
         else:
-            foreach_zero_(self._gaps)
+            self.zero_gaps()
         foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return [parameter.grad is not None for parameter in parameters]
+
+    @torch.no_grad()
+    def zero_gaps(self) -> None:
+        foreach_zero_(self._gaps)
 
     @torch.no_grad()
     def unpack(self, tensors: Sequence[Tensor]) -> None:

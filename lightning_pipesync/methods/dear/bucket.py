@@ -229,3 +229,5 @@ class FusedBucket(GradientBucket):
             self.values.flat.add_(self._difference)
             if self._dropped is not None:
                 torch.sub(self._updated, self._shard, out=self._dropped)
+                self._dropped.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # so that it does not affect later steps
+            self.values.zero_gaps()
