@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -156,6 +157,13 @@ def launch(
         return ranks.call(function, args, timeout_s, may_die)
     finally:  # also after Ctrl-C
         ranks.end()
+
+
+def call_on_hosts(ranks_per_host: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``function`` on a rank that finds so many neighboring ranks on each host, by the names of the hosts."""
+    name = f"host {dist.get_rank() // ranks_per_host}"
+    with patch("lightning_pipesync.core.comm.transport.socket.gethostname", lambda: name):
+        return function(*args)
 
 
 #: The ranks of :func:`on_ranks` by their number, and the file of tests that they are for.

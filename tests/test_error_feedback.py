@@ -16,7 +16,7 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-from tests.harness import on_ranks
+from tests.harness import call_on_hosts, on_ranks
 from tests.models import Run, loss, seeded_mlp
 from tests.reference_pipe_sgd import all_reduce, divided, fused, reduce_scatter, through
 
@@ -26,10 +26,10 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "dear, replicated": (DeAR, {"update": "replicated", "fusion": "buffer"}),
     "selsync, parameters": (SelSync, {"delta": 0.0}),
     "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
-    "dear, sharded, on a torus": (DeAR, {"update": "sharded", "fusion": "buffer", "topology": "torus2d"}),
-    "dear, replicated, on a torus": (DeAR, {"update": "replicated", "fusion": "buffer", "topology": "torus2d"}),
+    "dear, sharded, on hosts": (DeAR, {"update": "sharded", "fusion": "buffer"}),
+    "dear, replicated, on hosts": (DeAR, {"update": "replicated", "fusion": "buffer"}),
 }
-ON_A_TORUS = {"world_size": 4, "columns": 2}
+ON_HOSTS = {"world_size": 4, "columns": 2}
 
 
 def sgd(parameters: Any) -> SGD:
@@ -120,8 +120,8 @@ def simulate(
 @pytest.mark.parametrize("feedback", [True, False])
 def test_all_methods_follow_one_rule(method: str, codec: str, feedback: bool) -> None:
     """Pipe-SGD's own reference is that of test_pipe_sgd.py."""
-    ranks = ON_A_TORUS if "torus" in method else {"world_size": 2}
-    outcomes = on_ranks(train, ranks["world_size"], method, codec, feedback)
+    ranks = ON_HOSTS if "on hosts" in method else {"world_size": 2, "columns": 1}
+    outcomes = on_ranks(call_on_hosts, ranks["world_size"], ranks["columns"], train, method, codec, feedback)
     names, weights = outcomes[0]
     reference = simulate(method, codec, feedback, names, **ranks)
     for _, of_rank in outcomes:

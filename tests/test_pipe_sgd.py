@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import CODECS
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig, layout
-from tests.harness import assert_raised, assert_refused, launch, on_ranks, raised
+from tests.harness import assert_raised, assert_refused, call_on_hosts, launch, on_ranks, raised
 from tests.models import OPTIMIZERS, Run, batch, loss, seeded_mlp
 from tests.reference_pipe_sgd import simulate
 
@@ -93,7 +93,7 @@ def train(optimizer_name: str, settings: dict[str, Any], loop: dict[str, Any]) -
 
 
 @cache
-def expected(case: str, world_size: int) -> list[Tensor]:
+def expected(case: str, world_size: int, columns: int = 1) -> list[Tensor]:
     optimizer_name, settings, loop = CASES[case]
     known = {name: settings[name] for name in settings if name in ("compression", "error_feedback", "drain")}
     compensation, constant = settings.get("delay_compensation", "prediction"), settings.get("distance_constant", 1.0)
@@ -109,6 +109,7 @@ def expected(case: str, world_size: int) -> list[Tensor]:
         OPTIMIZERS[optimizer_name](model),
         loss,
         world_size=world_size,
+        columns=columns,
         num_steps=STEPS,
         staleness=settings.get("staleness", 1),
         warmup_steps=settings.get("warmup_steps", 0),
@@ -136,6 +137,14 @@ def test_follows_algorithm_1(case: str, world_size: int) -> None:
             else:
                 torch.testing.assert_close(weights, other)
         assert all(map(torch.equal, outcome, outcomes[0]))
+
+
+@pytest.mark.parametrize("case", ["none", "bf16", "int8", "chunked_topk", "int4 without feedback"])
+def test_hosts_with_several_ranks_compress_their_sums(case: str) -> None:
+    reference = expected(case, 4, 1 if case == "none" else 2)
+    for outcome in on_ranks(call_on_hosts, 4, 2, train, *CASES[case]):
+        assert all(map(torch.equal, outcome, reference))
+    assert case == "none" or not torch.equal(reference[-1], expected(case, 4)[-1])
 
 
 def test_the_cases_differ() -> None:

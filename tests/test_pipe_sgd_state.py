@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
-from tests.harness import assert_raised, on_ranks, raised
+from tests.harness import assert_raised, call_on_hosts, on_ranks, raised
 from tests.models import Run, assert_same, average_gradients, batch, loss, seeded_mlp, state
 from tests.test_pipe_sgd import flat
 
@@ -243,6 +243,37 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> Non
             assert all(map(torch.equal, weights, expected))
             assert metrics["updates"] == of_whole["updates"]
             assert metrics["staleness"] == of_whole["staleness"]
+
+
+def test_a_run_on_hosts_of_several_ranks_resumes() -> None:
+    settings = {"compression": "int8"}
+    whole, resumed = (on_ranks(call_on_hosts, 4, 2, interrupted, settings, at) for at in (None, 4))
+    for (weights, _), (expected, _) in zip(resumed, whole, strict=True):
+        assert all(map(torch.equal, weights, expected))
+        assert all(map(torch.equal, weights, whole[0][0]))
+
+
+def load_elsewhere() -> list[tuple[str, str] | None]:
+    """Loads the residuals of a flat exchange where hosts have several ranks; in a former state these have no name."""
+    run = Run(PipeSGD, compression="int8", topology="flat")
+    run.step(0)
+    run.sync.flush()
+    saved = run.sync.state_dict()
+    run.sync.detach()
+    outcomes = []
+    for topology in ("flat", "auto"):
+        for form in (saved, {**saved, "settings": {k: v for k, v in saved["settings"].items() if k != "topology"}}):
+            other = PipeSGD(run.model, run.optimizer, compression="int8", topology=topology)
+            outcomes.append(raised(lambda other=other, form=form: other.load_state_dict(form)))
+            other.detach()
+    return outcomes
+
+
+def test_residuals_of_another_topology_are_refused() -> None:
+    for flat_again, former, *refused in on_ranks(call_on_hosts, 4, 2, load_elsewhere):
+        assert flat_again is former is None
+        for outcome in refused:
+            assert_raised(outcome, "ValueError", "'topology': 'flat'", "'topology': 'torus2d with rows of 2 ranks'")
 
 
 def load_another() -> tuple[str, str] | None:

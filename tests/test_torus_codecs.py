@@ -19,7 +19,7 @@ from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import on_ranks, raised
+from tests.harness import assert_raised, call_on_hosts, on_ranks, raised
 from tests.models import Run, assert_same
 from tests.reference_pipe_sgd import all_reduce
 from tests.test_nccl import CPU, nccl_on_the_host
@@ -86,9 +86,55 @@ def test_hosts_exchange_their_sums_once_encoded(codec: str, with_feedback: bool,
                 assert torch.equal(left[host * COLUMNS] + left[host * COLUMNS + 1], residual), "of a host's ranks"
 
 
+def on_hosts(*names: str) -> tuple[int, int] | None:
+    torus = Torus.of_hosts(names)
+    return None if torus is None else (torus.rows, torus.columns)
+
+
+def test_a_row_is_a_host() -> None:
+    assert on_hosts("a", "a", "b", "b") == (2, 2)
+    assert on_hosts(*"aaabbbcccddd") == (4, 3)
+    for others in ("a", "aaaa", "abcd", "abab", "aabbb", "aaabb", "aabc", "abb", "aabbaa", "abba", "aabbc"):
+        assert on_hosts(*others) is None, others
+
+
+def topologies(codecs: list[str]) -> list[str]:
+    found = []
+    for settings in ({"topology": "auto"}, {"topology": "flat"}, {}):
+        transport = Transport(timeout_s=30, codec=codecs[dist.get_rank()], **settings)
+        found.append(transport.topology)
+        transport.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "codecs", "rows"),
+    [
+        (2, ["int8"] * 4, True),
+        (2, ["none"] * 4, False),
+        (2, ["int8", "none", "int8", "int8"], False),  # which the comparison of settings refuses
+        (1, ["int8"] * 4, False),
+        (3, ["int8"] * 4, False),
+        (4, ["int8"] * 4, False),
+    ],
+)
+def test_auto_is_a_torus_of_hosts_if_there_is_a_lossy_codec(ranks_per_host: int, codecs: list[str], rows: bool) -> None:
+    expected = ["torus2d with rows of 2 ranks" if rows else "flat", "flat", "flat"]
+    assert on_ranks(call_on_hosts, RANKS, ranks_per_host, topologies, codecs) == [expected] * RANKS
+
+
+def train_with_other_codecs() -> tuple[str, str] | None:
+    return raised(lambda: Run(DeAR, compression="none" if dist.get_rank() else "int8"))
+
+
+def test_ranks_with_other_codecs_are_told_so() -> None:
+    for outcome in on_ranks(call_on_hosts, RANKS, 2, train_with_other_codecs):
+        assert_raised(outcome, "ValueError", "differ in compression")
+
+
 def bytes_sent(topology: str, codec: str) -> tuple[int, int, int]:
     """Returns the bytes of this rank's messages, of those to another host, and as they are counted."""
-    transport = Transport(timeout_s=30, topology=topology)
+    transport = Transport(timeout_s=30, topology=topology, codec=codec)
     sent: Counter[bool] = Counter()
     start_sending = Messages.start_sending
 
@@ -103,13 +149,21 @@ def bytes_sent(topology: str, codec: str) -> tuple[int, int, int]:
     return counts
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_only_a_share_of_the_bytes_leaves_a_host(codec: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "codec", "to_other_hosts"),
+    [
+        *(("flat", codec, RANKS - COLUMNS) for codec in ("none", "int8")),
+        *(("torus2d", codec, HOSTS - 1) for codec in ("none", "int8")),
+        ("auto", "int8", HOSTS - 1),
+        ("auto", "none", RANKS - COLUMNS),
+    ],
+)
+def test_bytes_that_leave_a_host(topology: str, codec: str, to_other_hosts: int) -> None:
+    """Each rank sends shards, in each half: of all ranks of other hosts, or of one rank of each."""
     shard = get_codec(codec).wire_bytes(2**14 // RANKS, torch.float32)
-    for topology, to_other_hosts in (("flat", RANKS - COLUMNS), ("torus2d", HOSTS - 1)):
-        for sent, leaving, counted in on_ranks(bytes_sent, RANKS, topology, codec):
-            assert leaving == 2 * to_other_hosts * shard
-            assert counted == sent
+    for sent, leaving, counted in on_ranks(call_on_hosts, RANKS, COLUMNS, bytes_sent, topology, codec):
+        assert leaving == 2 * to_other_hosts * shard
+        assert counted == sent
 
 
 Dropped = dict[str, Any]

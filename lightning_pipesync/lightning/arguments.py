@@ -47,7 +47,9 @@ class DeARStrategyMixin(SyncStrategyMixin):
         compression: Codec of both halves: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
-            rows, for hosts with several accelerators, or in racks; the codec is used across rows only.
+            rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``auto``: with a
+            lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
+            a row for each host; otherwise flat.
         torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
             a strategy, the ranks of a host, if there are several.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
@@ -81,7 +83,7 @@ class DeARStrategyMixin(SyncStrategyMixin):
         num_layers: int = 4,
         compression: Codec | str = "none",
         error_feedback: bool = True,
-        topology: Literal["flat", "torus2d"] = "flat",
+        topology: Literal["auto", "flat", "torus2d"] = "auto",
         torus_columns: int | None = None,
         timeout_s: float = 1800.0,
         accelerator: Accelerator | None = None,
@@ -387,6 +389,9 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
             compresses its gradient once.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes; not in the
             paper.
+        topology: ``auto``: with a lossy codec, where each of several hosts has the same number of neighboring ranks,
+            two or more, the ranks of a host sum their gradients as they are, and hosts exchange the encoded sums.
+            ``flat``: every rank exchanges with every other, as everywhere else.
         pipeline_level: 1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is
             ready (Fig. 7).
         segments: L: number of segments of about the same size into which level 2 divides the gradient.
@@ -424,6 +429,7 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
         staleness: int = 1,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        topology: Literal["auto", "flat"] = "auto",
         pipeline_level: Literal[1, 2] = 1,
         segments: int = 4,
         warmup_steps: int = 0,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.training import Options
-from tests.harness import on_ranks
+from tests.harness import call_on_hosts, on_ranks
 from tests.streams.trainings import Training, checked, drop_a_handle, receive_ahead, train, train_as_others
 
 SMALL = {"bucket_mb": 1e-3}
@@ -70,12 +70,13 @@ TRAININGS: dict[str, list[Training]] = {
         Training("local_sgd", {"period": 2, "elastic_force": 0.3}),
     ],
 }
-#: On four ranks, in rows of two.
+#: On four ranks, in rows of two, each of which is a host.
 OF_FOUR = [
     Training("dear", {"topology": "torus2d", "fusion": "buffer", **SMALL}),
     Training("dear", {"topology": "torus2d", "update": "sharded", "fusion": "buffer", **SMALL}, "AdamW", clips=True),
-    Training("dear", {"topology": "torus2d", "compression": "int8", **BUFFER}),
-    Training("dear", {"topology": "torus2d", "update": "replicated", "compression": "int8", **BUFFER}, "AdamW"),
+    Training("dear", {"compression": "int8", **BUFFER}),
+    Training("dear", {"update": "replicated", "compression": "int8", **BUFFER}, "AdamW"),
+    Training("pipe_sgd", {"compression": "int8"}),
     Training("local_sgd", {"ranks_per_replica": 2, "period": 2, **SMALL}),
     Training("local_sgd", {"ranks_per_replica": 2, "period": 2, "overlap_steps": 1, "fragments": 2}),
 ]
@@ -111,7 +112,7 @@ def test_a_training_is_in_order(name: str) -> None:
 
 
 def test_a_training_of_four_ranks_is_in_order() -> None:
-    assert_nothing_reported(4, train, [(training,) for training in OF_FOUR])
+    assert_nothing_reported(4, call_on_hosts, [(2, train, training) for training in OF_FOUR])
 
 
 def test_servers_pipelines_and_staged_tensors_are_in_order() -> None:

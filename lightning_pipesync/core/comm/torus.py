@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -47,6 +47,19 @@ class Torus:
             return cls(world_size, columns=None)
         except ValueError:
             return None
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[str]) -> Torus | None:
+        """Returns the torus with a row for each host, from the names of the ranks' hosts.
+
+        None: there is one host, or they do not all have the same number of neighboring ranks, two or more.
+        """
+        columns = hosts.count(hosts[0])
+        rows = [set(hosts[first : first + columns]) for first in range(0, len(hosts), columns)]
+        regular = len(set(hosts)) == len(rows) and len(rows) * columns == len(hosts)
+        if columns == 1 or len(rows) == 1 or not regular or any(len(row) > 1 for row in rows):
+            return None
+        return cls(len(hosts), columns)
 
     def row_of(self, rank: int) -> list[int]:
         first = rank - rank % self.columns

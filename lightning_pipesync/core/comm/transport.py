@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
 
+from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
@@ -56,8 +57,11 @@ class Transport(Collectives):
         timeout_s: seconds after which a peer that does not answer counts as lost.
         backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices if available, else Gloo.
         topology: ``"flat"``: every rank exchanges with every other. ``"torus2d"``: along rows, then along columns,
-            which alone use the codec. ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
+            which alone use the codec. ``"auto"``: with a lossy codec, where each of several hosts has the same number
+            of neighboring ranks, two or more, as ``"torus2d"`` with a row for each host; otherwise as ``"flat"``.
+            ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
         torus_columns: neighboring ranks in a row; None: as square as possible.
+        codec: what tensors will be exchanged with, for ``"auto"``.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or a rank did not connect in time.
@@ -73,6 +77,7 @@ class Transport(Collectives):
         backend: str | None = None,
         topology: str = "flat",
         torus_columns: int | None = None,
+        codec: str | Codec = "none",
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialized: call init_process_group() first.")
@@ -101,7 +106,7 @@ class Transport(Collectives):
         self.row: Collectives | None = None
         self.column: Collectives | None = None
         try:
-            self._arrange(topology, torus_columns)
+            self._arrange(topology, torus_columns, not get_codec(codec).lossless)
         except ValueError:
             self.close()
             raise
@@ -248,22 +253,23 @@ class Transport(Collectives):
             self._groups.append(group)
         return group
 
-    def _arrange(self, topology: str, columns: int | None) -> None:
-        wanted, self._hosts = zip(*self.gather_objects(((topology, columns), socket.gethostname())), strict=True)
+    def _arrange(self, topology: str, columns: int | None, lossy: bool) -> None:
+        own = (topology, columns), lossy, socket.gethostname()
+        wanted, lossy_everywhere, self._hosts = zip(*self.gather_objects(own), strict=True)
         if len(set(wanted)) > 1:
             raise ValueError(f"The ranks differ in (topology, torus_columns): {[*wanted]}.")
         if self.backend == "nccl":
             group = self._new_group("nccl")
             self._nccl = self._exchange = NcclExchange(group, self.device, self._share_a_host(self.ranks))
-        if topology == "flat":
+        if topology == "flat" or (topology == "auto" and not all(lossy_everywhere)):
             return
-        grid = Torus(self.world_size, columns)
-        if topology == "torus2d":
-            row, column = self._exchange_within(grid.row_of), self._exchange_within(grid.column_of)
-            self._torus, self._exchange = grid, TorusExchange(grid, self.rank, row, column)
-        else:
+        grid = Torus.of_hosts(self._hosts) if topology == "auto" else Torus(self.world_size, columns)
+        if topology == "rows" and grid is not None:
             self.row = self._collectives_within(grid.row_of, "row ")
             self.column = self._collectives_within(grid.column_of, "")
+        elif grid is not None:
+            row, column = self._exchange_within(grid.row_of), self._exchange_within(grid.column_of)
+            self._torus, self._exchange = grid, TorusExchange(grid, self.rank, row, column)
 
     def _collectives_within(self, ranks_of: Callable[[int], list[int]], kind: str) -> Collectives:
         gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch)

@@ -16,7 +16,7 @@ from lightning_pipesync.methods.settings import Settings, renamed
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
-Topology = Literal["flat", "torus2d"]
+Topology = Literal["auto", "flat", "torus2d"]
 FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
 
@@ -79,9 +79,11 @@ class DeARConfig(Settings):
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
-    topology: Topology = "flat"
+    topology: Topology = "auto"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; the codec is used across rows only."""
+    hosts with several accelerators, or in racks; the codec is used across rows only. ``auto``: with a lossy codec,
+    where each of several hosts has the same number of neighboring ranks, two or more, a torus with a row for each host;
+    otherwise flat."""
 
     torus_columns: int | None = None
     """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
@@ -98,7 +100,7 @@ class DeARConfig(Settings):
         smallest, largest = self.search_mb
         self._check("search_mb", 0 < smallest < largest < math.inf, "a smaller and a larger number of MiB")
         self._check_least(trial_steps=4, max_trials=1, num_layers=1)
-        if self.torus_columns is not None and (self.topology == "flat" or self.torus_columns < 1):
+        if self.torus_columns is not None and (self.topology != "torus2d" or self.torus_columns < 1):
             raise ValueError(
                 f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
             )

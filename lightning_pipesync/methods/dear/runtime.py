@@ -322,8 +322,14 @@ class DeAR(SyncMethod):
         return [values for bucket in self._fused.of_optimizer(index) for values in bucket.averaged]
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        timeout_s, topology, columns = self.config.timeout_s, self.config.topology, self.config.torus_columns
-        return Transport(device, timeout_s=timeout_s, backend=backend, topology=topology, torus_columns=columns)
+        return Transport(
+            device,
+            timeout_s=self.config.timeout_s,
+            backend=backend,
+            topology=self.config.topology,
+            torus_columns=self.config.torus_columns,
+            codec=self.config.compression,
+        )
 
     @property
     def _effective_config(self) -> DeARConfig:

@@ -195,7 +195,10 @@ class FusionTuner:
 
     def _job(self) -> str:
         config = self._config
-        kind = f"{config.usual_update}, {config.compression}, {config.topology}" + ", eager" * config.gathers_early
+        kind = (
+            f"{config.usual_update}, {config.compression}, {self._transport.topology}"
+            + ", eager" * config.gathers_early
+        )
         return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {kind}"
 
     def _report(self) -> None:

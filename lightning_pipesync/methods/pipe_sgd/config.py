@@ -10,6 +10,7 @@ from typing import Literal
 from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
 from lightning_pipesync.methods.settings import Settings
 
+Topology = Literal["auto", "flat"]
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
 
 
@@ -34,6 +35,11 @@ class PipeSGDConfig(Settings):
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes; not in the paper."""
+
+    topology: Topology = "auto"
+    """``auto``: with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more,
+    the ranks of a host sum their gradients as they are, and hosts exchange the encoded sums. ``flat``: every rank
+    exchanges with every other, as everywhere else."""
 
     pipeline_level: Literal[1, 2] = 1
     """1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is ready (Fig. 7)."""

@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
-from lightning_pipesync.methods.settings import check_saved
+from lightning_pipesync.methods.settings import check_saved, with_topology
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -202,7 +204,7 @@ class PipeSGD(SyncMethod):
         Raises:
             ValueError: the state is of other settings.
         """
-        check_saved(state["settings"], self._shape_settings(), "to begin with an empty pipeline")
+        check_saved(with_topology(state["settings"]), self._shape_settings(), "to begin with an empty pipeline")
         self._queue.wait_all()
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)
@@ -230,8 +232,18 @@ class PipeSGD(SyncMethod):
         }
         if config.uses_error_feedback:
             names = ("bucket_mb", "pipeline_level", "segments")
-            settings |= {"compression": str(config.compression), **{name: getattr(config, name) for name in names}}
+            settings |= {"compression": str(config.compression), "topology": self.transport.topology}
+            settings |= {name: getattr(config, name) for name in names}
         return settings
+
+    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
+        return Transport(
+            device,
+            timeout_s=self.config.timeout_s,
+            backend=backend,
+            topology=self.config.topology,
+            codec=self.config.compression,
+        )
 
     def _problem(self) -> ValueError | None:
         config = self.config
