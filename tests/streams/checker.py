@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tests.streams import memory
-from tests.streams.streams import HOST, LOCK, current_stream, reports
+from tests.streams.streams import HOST, LOCK, current_stream, place, reports
 
 #: Operations that may have tensors of the host and of the device; the host waits for them unless ``non_blocking``.
 COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
@@ -24,6 +24,7 @@ READ_BY_HOST = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked
 SHAPES_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_")
 #: What NCCL carries here; of all communication the first tensors are written to, which the schemas do not say.
 COLLECTIVES = {"_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "broadcast_", "allreduce_"}
+CPU = torch.device("cpu")
 
 #: The groups that stand in for those of NCCL, by name.
 nccl_groups: set[str] = set()
@@ -31,18 +32,23 @@ _this_thread = threading.local()
 
 
 @contextmanager
-def placing(on_device: bool) -> Iterator[None]:
-    """Context in which new tensors are on the device, or on the host, wherever those are that they are made from."""
-    before = getattr(_this_thread, "on_device", None)
-    _this_thread.on_device = on_device
+def placing(device: torch.device) -> Iterator[None]:
+    """Context in which new tensors are on a device, or on the host, wherever those are that they are made from."""
+    before = getattr(_this_thread, "placed", None)
+    _this_thread.placed = device
     try:
         yield
     finally:
-        _this_thread.on_device = before
+        _this_thread.placed = before
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    stream = memory.memory_of(tensor).stream
+    return CPU if stream is None else stream.device
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    return memory.memory_of(tensor).stream is not None
+    return device_of(tensor) != CPU
 
 
 class Checker(TorchDispatchMode):
@@ -56,10 +62,10 @@ class Checker(TorchDispatchMode):
         writes: list[Tensor] = []
         schema = func._schema.arguments
         given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
-        for place, (argument, value) in enumerate(given):
+        for index, (argument, value) in enumerate(given):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if namespace == "c10d":
-                written = place == 0 and name != "send"
+                written = index == 0 and name != "send"
             (writes if written else reads).extend(_tensors(value))
         with LOCK:
             if namespace == "c10d":
@@ -75,15 +81,15 @@ def _note(name: str, reads: list[Tensor], writes: list[Tensor], results: list[Te
     made = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
     if results and not made and not writes:  # views
         return
-    on_device = [is_on_device(tensor) for tensor in [*reads, *writes]]
-    placed = getattr(_this_thread, "on_device", None)
+    devices = [device for tensor in [*reads, *writes] if (device := device_of(tensor)) != CPU]
+    placed = getattr(_this_thread, "placed", None)
     if placed is None:
-        placed = any(on_device)
+        placed = devices[0] if devices else CPU
     if name.startswith(SHAPES_ONLY):
-        reads, on_device = [], []
-    if not placed and not any(on_device):
+        reads, devices = [], []
+    if placed == CPU and not devices:
         HOST.begin()
-        where = memory.place()
+        where = place()
         for tensor in made:
             memory.memory_of(tensor)
         for tensor in reads:
@@ -91,12 +97,12 @@ def _note(name: str, reads: list[Tensor], writes: list[Tensor], results: list[Te
         for tensor in [*writes, *made]:
             memory.access(HOST, tensor, True, where)
         return
-    stream = current_stream()
+    stream = current_stream(placed if placed != CPU else devices[0])
     stream.begin()
     memory.check_released(stream)
-    where = f"{name} of {memory.place()}"
+    where = f"{name} of {place()}"
     for tensor in made:
-        memory.memory_of(tensor, stream if placed else None)
+        memory.memory_of(tensor, None if placed == CPU else stream)
     waits = name in READ_BY_HOST
     for tensor in [*reads, *writes, *made]:
         writes_to = not any(tensor is read for read in reads)
@@ -129,8 +135,9 @@ def _run_on_copies(func: Any, args: Any) -> Any:
 
 
 def _note_communication(name: str, reads: list[Tensor], writes: list[Tensor], args: Any) -> None:
-    where, over_nccl = f"{name} of {memory.place()}", _is_over_nccl(args)
-    party = current_stream() if over_nccl and name in COLLECTIVES else HOST
+    where, over_nccl = f"{name} of {place()}", _is_over_nccl(args)
+    devices = [device for tensor in [*reads, *writes] if (device := device_of(tensor)) != CPU]
+    party = current_stream(devices[0]) if over_nccl and name in COLLECTIVES and devices else HOST
     party.begin()
     for tensor in [*reads, *writes]:
         if is_on_device(tensor) != (party is not HOST):

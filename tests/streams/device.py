@@ -1,6 +1,7 @@
-"""A device that does not exist: within :func:`cuda` CPU tensors and the package believe that it does.
+"""Devices that do not exist: within :func:`cuda` CPU tensors and the package believe that they do.
 
-What torch has for CUDA is replaced by name, so that the package runs unchanged; a Gloo group stands in for NCCL.
+What torch has for CUDA is replaced by name, so that the package runs unchanged; a Gloo group stands in for NCCL. Each
+rank has a device of its own, see [Note: devices] in streams.py.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from tests.streams import memory, streams
-from tests.streams.checker import Checker, is_on_device, nccl_groups, placing
+from tests.streams.checker import CPU, Checker, device_of, is_on_device, nccl_groups, placing
 
-DEVICE = torch.device("cuda", 0)
 FACTORIES = ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn", "arange", "tensor", "as_tensor")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 
 _real_device = Tensor.device
 _real_to, _real_tolist, _real_numpy = Tensor.to, Tensor.tolist, Tensor.numpy
-_real_run, _real_backward = threading.Thread.run, torch.autograd.backward
+_real_run, _real_backward, _real_autocast = threading.Thread.run, torch.autograd.backward, torch.autocast
 _real_new_group, _real_group_by_device = dist.new_group, clip_grad._group_tensors_by_device_and_dtype
 
 
@@ -43,11 +43,14 @@ def cuda() -> Iterator[None]:
             stack.enter_context(patch.object(Tensor, name, value, create=True))
         stack.enter_context(patch.object(threading.Thread, "run", _run))
         stack.enter_context(patch.object(torch.autograd, "backward", _backward))
+        stack.enter_context(patch.object(torch, "autocast", _autocast))
+        stack.enter_context(patch.object(torch.accelerator, "is_available", lambda: True))
         stack.enter_context(patch.object(dist, "new_group", _new_group))
         stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
         stack.enter_context(patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), create=True))
         stack.enter_context(patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _group_by_device))
         stack.enter_context(Checker())
+        streams.forget_devices()
         yield
         memory.forget()
 
@@ -59,11 +62,14 @@ def _of_cuda() -> dict[str, Any]:
         "current_stream": streams.current_stream,
         "stream": streams.stream,
         "synchronize": streams.synchronize,
-        "device": lambda _: nullcontext(),
-        "set_device": lambda _: None,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
+        "device": streams.device,
+        "set_device": streams.set_device,
+        "current_device": streams.current_device,
+        "device_count": lambda: 8,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
         "get_device_capability": lambda _: (8, 0),
+        "get_device_name": lambda _: "none",
         "get_rng_state": lambda _: torch.zeros(1),
         "set_rng_state": lambda *_: None,
         "manual_seed": lambda _: None,
@@ -77,7 +83,7 @@ def _of_tensors() -> dict[str, Any]:
         "is_cpu": property(lambda tensor: _device(tensor).type == "cpu"),
         "to": _to,
         "cpu": lambda tensor: _to(tensor, "cpu"),
-        "cuda": lambda tensor, *_, **options: _to(tensor, DEVICE, **options),
+        "cuda": lambda tensor, device="cuda", **options: _to(tensor, device, **options),
         "tolist": _tolist,
         "numpy": _numpy,
         "record_stream": memory.record_stream,
@@ -86,7 +92,7 @@ def _of_tensors() -> dict[str, Any]:
 
 def _device(tensor: Tensor) -> torch.device:
     real: torch.device = _real_device.__get__(tensor)
-    return DEVICE if real.type == "cpu" and is_on_device(tensor) else real
+    return device_of(tensor) if real.type == "cpu" else real
 
 
 def _to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -98,12 +104,12 @@ def _to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         return _real_to(tensor, *args, **options)
     if isinstance(target, Tensor):
         target, rest = target.device, [target.dtype, *rest]
-    target = torch.device(target)
+    target = streams.with_index(target)
     if target.type == "meta":
         return _real_to(tensor, *args, **options)
     dtype = next((arg for arg in rest if isinstance(arg, torch.dtype)), options.pop("dtype", None))
-    options["copy"] = options.get("copy", False) or target.type != _device(tensor).type
-    with placing(target.type == "cuda"):
+    options["copy"] = options.get("copy", False) or target != _device(tensor)
+    with placing(target):
         return _real_to(tensor, dtype or tensor.dtype, **options)
 
 
@@ -123,12 +129,12 @@ def _factory(make: Callable[..., Tensor], on_host: bool) -> Callable[..., Tensor
     @functools.wraps(make)
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Tensor:
         if device is None:
-            with placing(False) if on_host else nullcontext():
+            with placing(CPU) if on_host else nullcontext():
                 return make(*args, **options)
-        device = torch.device(device)
+        device = streams.with_index(device)
         if device.type == "meta":
             return make(*args, device=device, **options)
-        with placing(device.type == "cuda"):
+        with placing(device):
             return make(*args, **options)
 
     return made
@@ -141,7 +147,7 @@ def _run(thread: threading.Thread) -> None:
 
 def _backward(*args: Any, **options: Any) -> None:
     """``torch.autograd.backward``, whose hooks run on the device's own thread, on the stream of the forward pass."""
-    stream, errors = streams.current_stream(), []
+    stream, errors = streams.current_stream(streams.own_device()), []
 
     def run() -> None:
         try:
@@ -155,6 +161,10 @@ def _backward(*args: Any, **options: Any) -> None:
     thread.join()
     for error in errors:
         raise error
+
+
+def _autocast(device_type: str, *args: Any, **options: Any) -> torch.autocast:
+    return _real_autocast("cpu" if device_type == "cuda" else device_type, *args, **options)
 
 
 def _new_group(*args: Any, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:

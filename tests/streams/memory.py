@@ -6,26 +6,20 @@
 - A release: memory returns to the stream on which it was allocated, and that stream's next operation, which may be
   given it, does not follow what another one does with it, unless it was recorded for that one
   (``Tensor.record_stream``).
-- A device: an operation on the wrong one, which a GPU would refuse.
+- A device: an operation on the wrong one, which a GPU would refuse, or on another rank's.
 - Events: a time that is asked for too early.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import NamedTuple
 
 from torch import Tensor
 
-from tests.streams.streams import LOCK, Party, Stream, is_removed, reports
-
-PACKAGE = "lightning_pipesync"
-#: Frames of the package that a place names.
-DEPTH = 4
+from tests.streams.streams import LOCK, Party, Stream, is_removed, place, reports
 
 
 class Access(NamedTuple):
@@ -122,15 +116,3 @@ def record_stream(tensor: Tensor, stream: Stream) -> None:
     if not is_removed("record_stream"):
         with LOCK:
             memory_of(tensor).recorded.add(stream.number)
-
-
-def place() -> str:
-    """Returns where in the package the calling thread is, innermost first; or in the training."""
-    places: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(places) < DEPTH:
-        _, package, file = frame.f_code.co_filename.rpartition(f"/{PACKAGE}/")
-        if package:
-            places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(places) or "the training"

@@ -18,7 +18,7 @@ DEAR = Training("dear", SMALL_BUCKETS)
 MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
     Wait("wait_event", "comm_queue.py", "start_after_the_caller"): (train, (DEAR,)),
     Wait("wait_event", "comm_queue.py", "wait"): (train, (DEAR,)),
-    Wait("wait_stream", "comm_queue.py", "close"): (train, (Training("dear", SMALL_BUCKETS, flushes=False),)),
+    Wait("wait_stream", "comm_queue.py", "close"): (train, (Training("dear", SMALL_BUCKETS, fails_in="forward"),)),
     Wait("wait_stream", "nccl.py", "_enqueue"): (train, (DEAR,)),
     Wait("wait_event", "nccl.py", "wait"): (train, (DEAR,)),
     Wait("record_stream", "nccl.py", "_enqueue"): (drop_a_handle, ()),

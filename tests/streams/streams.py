@@ -1,4 +1,4 @@
-"""Streams and events of a device that does not exist: what is ordered before what, as vector clocks.
+"""Streams and events of devices that do not exist: what is ordered before what, as vector clocks.
 
 [Note: vector clocks]
 The host and each stream are parties. Each operation of a party has a number, and a party's clock has, of each party,
@@ -6,24 +6,37 @@ the number of the last operation that is certain to be complete before its own n
 after all that the host knows when it enqueues it. A wait merges clocks. Two operations are ordered if the later one's
 party knew the number of the earlier one; what merely happened to run in this order on the CPU does not count.
 The threads of the host are one party: their order is that which was observed.
+
+[Note: devices]
+Each rank of a host has a device of its own, and each thread has a current device, at first the one with index 0. A rank
+that uses the device of another, as a thread does that has not set its own, is reported.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 #: Held while clocks and accesses are read or changed: streams are used by several threads.
 LOCK = threading.RLock()
 _numbers = itertools.count()
 _this_thread = threading.local()
 _streams: list[Stream] = []
+_default_streams: dict[int, Stream] = {}
+
+PACKAGE = "lightning_pipesync"
+#: Frames of the package that a place names.
+DEPTH = 4
 
 #: What is not in order, and how often it was found.
 reports: Counter[str] = Counter()
@@ -84,7 +97,7 @@ class Stream(Party):
 
     def __init__(self, device: object = None, priority: int = 0, name: str | None = None) -> None:
         super().__init__(name or f"stream of {threading.current_thread().name}")
-        self.device = device
+        self.device = with_index(device)
         _streams.append(self)
 
     def record_event(self) -> Event:
@@ -115,7 +128,8 @@ class Event:
         self.clock: dict[int, int] = {}
         self._time = 0.0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
         with LOCK:
             stream.merge(HOST.clock)
             self.clock, self._time = dict(stream.clock), time.perf_counter()
@@ -132,26 +146,80 @@ class Event:
         return (end._time - self._time) * 1e3
 
 
-DEFAULT = Stream(name="default stream")
+def own_device() -> torch.device:
+    """Returns the device of this rank."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def current_stream(device: object = None) -> Stream:
-    return getattr(_this_thread, "stream", DEFAULT)
+def with_index(device: Any = None) -> torch.device:
+    """Returns a device, which by default is the thread's current one; reports one that is another rank's."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    if device.type != "cuda":
+        return torch.device(device.type)
+    if device.index is None:
+        device = torch.device("cuda", current_device())
+    if device != own_device():
+        reports[f"device: {device} on the rank of {own_device()} in {place()}"] += 1
+    return device
+
+
+def current_device() -> int:
+    return getattr(_this_thread, "device", 0)
+
+
+def set_device(device: Any) -> None:
+    _this_thread.device = with_index(device).index
+
+
+def forget_devices() -> None:
+    """Makes this thread's current device and streams those of a new thread."""
+    _this_thread.__dict__.clear()
+
+
+@contextmanager
+def device(chosen: Any) -> Iterator[None]:
+    """``torch.cuda.device``."""
+    before = current_device()
+    set_device(chosen)
+    try:
+        yield
+    finally:
+        _this_thread.device = before
+
+
+def current_stream(device: Any = None) -> Stream:
+    """``torch.cuda.current_stream``: each thread has its own."""
+    device = with_index(device)
+    chosen: Stream | None = _of_this_thread().get(device.index)
+    if chosen is None:
+        with LOCK:
+            if device.index not in _default_streams:
+                _default_streams[device.index] = Stream(device, name="default stream")
+            chosen = _default_streams[device.index]
+    return chosen
+
+
+def _of_this_thread() -> dict[int, Stream]:
+    """Returns the current streams of the thread, by the index of their device."""
+    streams: dict[int, Stream] = _this_thread.__dict__.setdefault("streams", {})
+    return streams
 
 
 def set_stream(chosen: Stream) -> None:
-    _this_thread.stream = chosen
+    _of_this_thread()[chosen.device.index] = chosen
+    _this_thread.device = chosen.device.index
 
 
 @contextmanager
 def stream(chosen: Stream) -> Iterator[Any]:
-    """``torch.cuda.stream``: each thread has its own current stream."""
-    before = current_stream()
+    """``torch.cuda.stream``."""
+    before, device = current_stream(chosen.device), current_device()
     set_stream(chosen)
     try:
         yield
     finally:
         set_stream(before)
+        _this_thread.device = device
 
 
 def synchronize(device: object = None) -> None:
@@ -159,3 +227,15 @@ def synchronize(device: object = None) -> None:
     with LOCK:
         for each in _streams:
             HOST.merge(each.clock)
+
+
+def place() -> str:
+    """Returns where in the package the calling thread is, innermost first; or in the training."""
+    places: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(places) < DEPTH:
+        _, package, file = frame.f_code.co_filename.rpartition(f"/{PACKAGE}/")
+        if package:
+            places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "the training"

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.streams.device import DEVICE
 from tests.streams.memory import record_stream
 from tests.streams.streams import Event, Stream, Wait, current_stream, stream
 from tests.streams.trainings import checked
 
 
-def values(device: torch.device | str = DEVICE) -> torch.Tensor:
+def values(device: torch.device | str = "cuda") -> torch.Tensor:
     return torch.ones(8, device=device)
 
 
@@ -130,6 +129,10 @@ def add_a_tensor_of_the_host() -> None:
     values() + values("cpu")
 
 
+def use_the_device_of_another_rank() -> None:
+    values("cuda:1")
+
+
 def measure_what_has_not_come() -> None:
     events = [Event(enable_timing=True) for _ in range(2)]
     for event in events:
@@ -146,6 +149,7 @@ def measure_what_has_not_come() -> None:
         (free_while_another_stream_reads, "release"),
         (read_what_is_being_copied, "race"),
         (add_a_tensor_of_the_host, "device"),
+        (use_the_device_of_another_rank, "device"),
         (measure_what_has_not_come, "events"),
     ],
 )

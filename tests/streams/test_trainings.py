@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conformance.training import Options
 from tests.harness import call_on_hosts, on_ranks
@@ -69,6 +70,24 @@ TRAININGS: dict[str, list[Training]] = {
         Training("local_sgd", {"period": 2, "warmup_steps": 3}, stream_per_layer=True),
         Training("local_sgd", {"period": 2, "elastic_force": 0.3}),
     ],
+    "16 bits": [
+        Training("dear", BUFFER, dtype=torch.bfloat16),
+        Training("dear", {**BUFFER, "update": "sharded"}, "AdamW", clips=True, dtype=torch.float16),
+        Training("selsync", {"delta": 0.0, "aggregation": "gradients", **SMALL}, dtype=torch.bfloat16),
+        Training("pipe_sgd", {"pipeline_level": 2, "compression": "int8"}, dtype=torch.bfloat16),
+        Training("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1, **SMALL}, dtype=torch.bfloat16),
+    ],
+    "an error": [
+        Training(method, settings, fails_in=fails_in)
+        for method, settings in (
+            ("dear", BUFFER),
+            ("dear", {**BUFFER, "update": "sharded"}),
+            ("selsync", {"delta": 0.0, "overlap": "forward", **SMALL}),
+            ("pipe_sgd", {"pipeline_level": 2}),
+            ("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1, **SMALL}),
+        )
+        for fails_in in ("forward", "backward")
+    ],
 }
 #: On four ranks, in rows of two, each of which is a host.
 OF_FOUR = [
@@ -95,6 +114,25 @@ LOOPS: list[tuple[str, str, dict[str, Any], Options]] = [
     ("plain", "pipe_sgd", {**GLOO, "pipeline_level": 2}, Options("adamw")),
     ("plain", "dear", {}, Options(several=True)),
 ]
+SCALED = Options(precision="16-mixed", clip_norm=0.1)
+OVERLAPPED = {"delta": 0.0, "overlap": "forward", **SMALL}
+#: In loops of a framework's, and with a loss scaler.
+FRAMEWORKS: list[tuple[str, str, dict[str, Any], Options]] = [
+    ("lightning", "dear", BUFFER, Options(accumulate=2)),
+    ("lightning", "selsync", OVERLAPPED, Options(clip_norm=0.1)),
+    ("lightning", "local_sgd", {"period": 2, "overlap_steps": 1, "compression": "int8"}, Options()),
+    ("lightning", "parameter_server", {"policy": "sync"}, Options()),
+    ("lightning", "ea_pipe", {"split": (2,)}, Options()),
+    ("lightning", "dear", {**BUFFER, "update": "sharded"}, SCALED),
+    ("fabric", "dear", BUFFER, SCALED),
+    ("fabric", "pipe_sgd", {"pipeline_level": 2}, Options()),
+    ("accelerate", "selsync", OVERLAPPED, Options(clip_norm=0.1)),
+    ("accelerate", "local_sgd", {"period": 2, "overlap_steps": 1}, Options(precision="bf16-mixed")),
+    ("plain", "dear", BUFFER, SCALED),
+    ("plain", "selsync", {"delta": 0.0, "aggregation": "gradients", **SMALL}, SCALED),
+    ("plain", "local_sgd", {"period": 2, "overlap_steps": 1}, SCALED),
+    ("plain", "pipe_sgd", {"pipeline_level": 2}, SCALED),
+]
 
 
 def checked_each(run: Any, runs: list[tuple[Any, ...]]) -> list[dict[str, int]]:
@@ -117,6 +155,10 @@ def test_a_training_of_four_ranks_is_in_order() -> None:
 
 def test_servers_pipelines_and_staged_tensors_are_in_order() -> None:
     assert_nothing_reported(2, train_as_others, [*LOOPS])
+
+
+def test_trainings_in_frameworks_and_with_a_loss_scaler_are_in_order() -> None:
+    assert_nothing_reported(2, train_as_others, [*FRAMEWORKS])
 
 
 @pytest.mark.parametrize("run", [drop_a_handle, receive_ahead])

@@ -14,7 +14,7 @@ from tests.conformance import runners
 from tests.conformance.methods import METHODS
 from tests.conformance.training import Options
 from tests.streams import streams
-from tests.streams.device import DEVICE, cuda
+from tests.streams.device import cuda
 
 WIDTH, BATCH = 16, 4
 STEPS = 10
@@ -30,6 +30,8 @@ class Training:
         side_stream: whether it runs on another stream than that on which the method was attached.
         stream_per_layer: whether each layer runs on a stream of its own.
         flushes: whether the weights are consolidated in between and at the end, before the method is detached.
+        dtype: that of the parameters.
+        fails_in: the pass, ``"forward"`` or ``"backward"``, in which the last step raises an error on all ranks.
     """
 
     method: str
@@ -39,6 +41,12 @@ class Training:
     side_stream: bool = False
     stream_per_layer: bool = False
     flushes: bool = True
+    dtype: torch.dtype = torch.float32
+    fails_in: str | None = None
+
+
+class Fault(Exception):
+    """The error of a pass."""
 
 
 class OnStream(nn.Module):
@@ -52,10 +60,10 @@ class OnStream(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.stream = layer, streams.Stream(name="layer's stream")
+        self.layer, self.stream = layer, streams.Stream(streams.own_device(), name="layer's stream")
 
     def forward(self, x: Tensor) -> Tensor:
-        callers = streams.current_stream()
+        callers = streams.current_stream(streams.own_device())
         self.stream.wait_stream(callers)
         with streams.stream(self.stream):
             y: Tensor = self.layer(x)
@@ -66,7 +74,7 @@ class OnStream(nn.Module):
         return y
 
     def _begin_backward(self, _: Tensor) -> None:
-        self.stream.wait_event(OnStream.computed or streams.current_stream().record_event())
+        self.stream.wait_event(OnStream.computed or streams.current_stream(self.stream.device).record_event())
         streams.set_stream(self.stream)
 
     def _end_backward(self, *_: Any) -> None:
@@ -75,7 +83,7 @@ class OnStream(nn.Module):
 
 def network(stream_per_layer: bool = False) -> nn.Sequential:
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())]
-    return nn.Sequential(*(OnStream(layer) if stream_per_layer else layer for layer in layers)).to(DEVICE)
+    return nn.Sequential(*(OnStream(layer) if stream_per_layer else layer for layer in layers)).to(streams.own_device())
 
 
 def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
@@ -85,53 +93,74 @@ def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
 
 def train(training: Training) -> None:
     torch.manual_seed(0)
-    model = network(training.stream_per_layer)
+    device = streams.own_device()
+    model = network(training.stream_per_layer).to(training.dtype)
     sync = METHODS[training.method].plain(model, optimizer_of(training, model), **training.settings)
-    [optimizer] = sync.optimizers
-    stream = streams.Stream(name="training's stream") if training.side_stream else streams.current_stream()
-    stream.wait_stream(streams.current_stream())
+    stream = streams.current_stream(device)
+    if training.side_stream:
+        stream = streams.Stream(device, name="training's stream")
+        stream.wait_stream(streams.current_stream(device))
     with streams.stream(stream):
-        for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            x = torch.randn(BATCH, WIDTH).to(DEVICE)
-            OnStream.computed = None
-            model(x).square().mean().backward()
-            if training.stream_per_layer:  # as autograd does at the end of a backward pass
-                for layer in model:
-                    assert isinstance(layer, OnStream)
-                    stream.wait_stream(layer.stream)
-            if training.clips:
-                sync.clip(1.0)
-            sync.step()
-            if training.flushes and step == STEPS // 2:
+        try:
+            take_steps(training, sync, model, stream)
+            if training.flushes:
                 sync.flush()
-                with torch.no_grad():
-                    model(x)
-                sync.resume()
-        if training.flushes:
-            sync.flush()
-            sync.state_dict()
-        sync.detach()
+                sync.state_dict()
+            sync.detach()
+        except Fault:
+            sync.detach()
         for parameter in model.parameters():
             parameter.detach().square()
 
 
+def take_steps(training: Training, sync: Any, model: nn.Sequential, stream: streams.Stream) -> None:
+    [optimizer] = sync.optimizers
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        x = torch.randn(BATCH, WIDTH, dtype=training.dtype).to(stream.device)
+        OnStream.computed = None
+        if step == STEPS - 1 and training.fails_in == "forward":
+            model[len(model) // 2].register_forward_hook(fail)
+        loss = model(x).square().mean()
+        if step == STEPS - 1 and training.fails_in == "backward":
+            model[0].weight.register_hook(fail)
+        loss.backward()
+        if training.stream_per_layer:  # as autograd does at the end of a backward pass
+            for layer in model:
+                assert isinstance(layer, OnStream)
+                stream.wait_stream(layer.stream)
+        if training.clips:
+            sync.clip(1.0)
+        sync.step()
+        if training.flushes and step == STEPS // 2:
+            sync.flush()
+            with torch.no_grad():
+                model(x)
+            sync.resume()
+
+
+def fail(*_: Any) -> None:
+    raise Fault
+
+
 def train_as_others(framework: str, method: str, settings: dict[str, Any], options: Options) -> None:
     """Trains as the conformance suite does, in any of its loops."""
+    streams.set_device(streams.own_device())
     runners.train(framework, METHODS[method], settings, replace(options, device="cuda"))
 
 
 def drop_a_handle() -> None:
     """Frees the tensor of a collective that nobody waits for, as after an error."""
-    transport = Transport(DEVICE, timeout_s=60)
-    transport.all_reduce(torch.ones(1000, device=DEVICE))
-    torch.ones(1000, device=DEVICE)
+    device = streams.own_device()
+    transport = Transport(device, timeout_s=60)
+    transport.all_reduce(torch.ones(1000, device=device))
+    torch.ones(1000, device=device)
     transport.close()
 
 
 def receive_ahead() -> None:
     """Rank 1 receives a message while it uses the one before, and then frees that."""
-    transport = Transport(DEVICE, timeout_s=60, backend="gloo")
+    transport = Transport(streams.own_device(), timeout_s=60, backend="gloo")
     if transport.rank == 0:
         sender = transport.channel_to(1, series=0)
         for _ in range(2):
