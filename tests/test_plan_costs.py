@@ -18,7 +18,7 @@ from lightning_pipesync.core.cluster import Cluster, MeasuredCost
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
-from lightning_pipesync.lab.plan import costs, stand_ins
+from lightning_pipesync.lab.plan import costs, measure, stand_ins
 from lightning_pipesync.lab.plan.costs import measure_exchange, measure_in_a_row, sizes_for
 from lightning_pipesync.lab.plan.stand_ins import measure_added
 from lightning_pipesync.lab.plan.trials import candidate_of
@@ -28,12 +28,33 @@ from lightning_pipesync.methods.local_sgd.lab import OUTER
 from lightning_pipesync.methods.selsync.lab import WithShareOfLocalSteps
 from lightning_pipesync.training.registry import METHODS
 from tests.case_table import launch_cases
-from tests.harness import assert_refused, launch, raised
+from tests.harness import assert_refused, call_on_hosts, launch, raised
 from tests.test_plan import PROFILE
 
 MIB = 2**20
 
 # --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def exchanges_that_are_measured() -> dict[str, Any]:
+    """Returns by codec how the ranks exchange when its all-reduce is measured."""
+    with (
+        patch.object(measure, "_all_reduce", lambda transport, _: transport.topology),
+        patch.object(measure, "measure_one_by_one", lambda topology, *_: topology),
+        patch.object(measure, "measure_in_a_row"),
+        patch.object(measure, "measure_backend"),
+        patch.object(measure, "measure_bandwidth", lambda: 1e9),
+        patch.object(measure, "measure_exchange"),
+        patch.object(measure, "gathered", lambda cluster: [cluster]),
+    ):
+        return dict(measure.measure_cluster(torch.device("cpu"), 2**20).all_reduces)
+
+
+def test_codecs_are_measured_as_methods_use_them() -> None:
+    """Among hosts with several ranks, a host compresses its sum."""
+    rows = "torus2d with rows of 2 ranks"
+    expected = {"none": "flat", "bf16": rows, "int8": rows, "int4": rows}
+    assert launch(call_on_hosts, 4, 2, exchanges_that_are_measured) == [expected] * 4
 
 
 def test_a_cost_is_as_measured_among_as_many_ranks() -> None:

@@ -45,8 +45,8 @@ from lightning_pipesync.training.registry import METHODS
 
 T = TypeVar("T")
 
-#: The codecs whose all-reduce is measured.
-CODECS = ("none", "bf16", "int8", "int4")
+#: The lossy codecs whose all-reduce is measured.
+LOSSY = ("bf16", "int8", "int4")
 
 #: Bytes of a buffer that codecs encode and decode, and how often.
 CODED, CODINGS = 2**24, 5
@@ -110,7 +110,7 @@ def plan_for(
         "world_size": cluster.world_size,
         "cluster": asdict(cluster),
         "work": asdict(work),
-        "codecs": {codec: codec_speed(codec, device) for codec in CODECS if codec != "none"},
+        "codecs": {codec: codec_speed(codec, device) for codec in LOSSY},
         "findings": [
             *findings(facts),
             *outliers(links, names),
@@ -133,7 +133,9 @@ def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
     torus = None
     with closing(Transport(device)) as transport:
         halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
-        all_reduces = {codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device) for codec in CODECS}
+        all_reduces = {"none": measure_one_by_one(_all_reduce(transport, "none"), sizes, device)}
+    with closing(Transport(device, topology="auto", codec=LOSSY[0])) as transport:  # as methods exchange with a codec
+        all_reduces |= {codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device) for codec in LOSSY}
     if Torus.of(dist.get_world_size()) is not None:
         with closing(Transport(device, topology="torus2d")) as transport:
             torus = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
