@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -23,6 +24,7 @@ from lightning_pipesync.core.comm.gloo import GlooExchange
 from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups, new_nccl_group
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.room import with_room, zeros_with_room
 from tests.harness import launch
 from tests.streams.device import cuda
 from tests.test_transport import DTYPES, LOSSY, SIZES, values
@@ -116,6 +118,61 @@ def test_makes_what_gloo_makes(world_size: int, sums_wide: bool) -> None:
         assert all(same.values()), [name for name, equal in same.items() if not equal]
 
 
+def with_room_for(tensor: Tensor, num_shards: int) -> Tensor:
+    return zeros_with_room(tensor.numel(), num_shards, tensor.dtype, tensor.device).copy_(tensor)
+
+
+def spoil_the_room(flat: Tensor, world_size: int) -> None:
+    whole = with_room(flat, -(-flat.numel() // world_size) * world_size)
+    assert whole is not None
+    assert whole.numel() > flat.numel()
+    whole[flat.numel() :].fill_(math.nan if flat.is_floating_point() else 99)
+
+
+def in_turns(exchange: NcclExchange, flat: Tensor, codec_name: str, spoils: bool) -> list[Tensor]:
+    """Returns the results of collectives, and the residuals after each; ``spoils`` the room before each."""
+    world_size, codec, results = dist.get_world_size(), get_codec(codec_name), []
+    feedback = None if codec.lossless else ErrorFeedback(flat, world_size)
+    if feedback is not None and not spoils:
+        feedback.contribution = feedback.contribution.clone()  # without room
+    operations = [
+        lambda: exchange.reduce_scatter(flat, codec, False, feedback)(),
+        lambda: exchange.all_gather(flat, codec, feedback)(),
+        lambda: exchange.all_reduce(flat, codec, flat.is_floating_point(), feedback)(),
+    ]
+    for operation in [*operations, *operations]:
+        for each in [flat, *([] if feedback is None else [feedback.contribution])] if spoils else []:
+            spoil_the_room(each, world_size)
+        results.append(operation().clone())
+        results += [] if feedback is None else [residual.clone() for residual in feedback.state_dict().values()]
+    return results
+
+
+def exchange_with_room(sums_wide: bool) -> dict[str, bool]:
+    """Returns by codec, type and size whether a buffer with room, whatever is in it, gets the same as one without."""
+    kinds = [("none", dtype) for dtype in DTYPES] + [
+        (name, dtype) for name in LOSSY for dtype in (torch.float32, torch.bfloat16)
+    ]
+    same = {}
+    with nccl_on_the_host():
+        exchange = NcclExchange(dist.new_group(backend="gloo"), CPU, sums_wide)
+        for codec_name, dtype in kinds:
+            for numel in (1, 2500, 9001):
+                flat = values(numel, dtype, dist.get_rank())
+                roomy = with_room_for(flat, dist.get_world_size())
+                expected = in_turns(exchange, flat, codec_name, spoils=False)
+                results = in_turns(exchange, roomy, codec_name, spoils=True)
+                same[f"{codec_name}, {dtype} {numel}"] = all(map(torch.equal, results, expected))
+    return same
+
+
+@pytest.mark.parametrize("sums_wide", [False, True])
+def test_what_is_in_the_room_changes_nothing(sums_wide: bool) -> None:
+    """Neither a scale nor what top-k keeps; bit for bit as with padded copies."""
+    for same in launch(exchange_with_room, 3, sums_wide):
+        assert all(same.values()), [name for name, equal in same.items() if not equal]
+
+
 #: Launches of a reduce-scatter and an all-gather of a bucket, collectives included, with shards of one size.
 LAUNCHES = {
     ("none", torch.float32): 3,
@@ -142,9 +199,10 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(codec_name: str, dtype: torch.dtype, world_size: int, sums_wide: bool = False) -> int:
-    """Counts on the meta device, where what costs launches is done as on CUDA."""
-    codec, flat = get_codec(codec_name), torch.zeros(world_size * 4096 * 8, dtype=dtype, device="meta")
+def launches(codec_name: str, dtype: torch.dtype, world_size: int, sums_wide: bool = False, missing: int = 0) -> int:
+    """Counts on the meta device, where what costs launches is done as on CUDA, for a bucket."""
+    numel = world_size * 4096 * 8 - missing
+    codec, flat = get_codec(codec_name), zeros_with_room(numel, world_size, dtype, torch.device("meta"))
     feedback = None if codec.lossless else ErrorFeedback(flat, world_size)
     group = MagicMock()
     group.get_rank.return_value, group.get_world_size.return_value = 0, world_size
@@ -159,6 +217,19 @@ def test_16_bit_floats_in_a_ring_take_no_more_launches() -> None:
     assert [launches("none", torch.bfloat16, ranks, sums_wide=True) for ranks in (8, 64)] == [5, 5], (
         "a cast, a division, a copy"
     )
+
+
+@pytest.mark.parametrize("sums_wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_of_any_size_takes_no_more_launches(dtype: torch.dtype, sums_wide: bool) -> None:
+    of_a_multiple, of_any_size = (launches("none", dtype, 8, sums_wide, missing) for missing in (0, 3))
+    assert of_any_size == of_a_multiple
+
+
+@pytest.mark.parametrize("codec_name", LOSSY)
+def test_with_a_codec_each_half_zeroes_the_room(codec_name: str) -> None:
+    of_a_multiple, of_any_size = (launches(codec_name, torch.float32, 8, missing=missing) for missing in (0, 3))
+    assert of_any_size == of_a_multiple + 2
 
 
 def parts_at_once(world_size: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.core.torch_private import foreach_copy_, foreach_zero_
 
 MIB = 2**20
@@ -139,9 +140,13 @@ class Bucket:
         flat: the buffer, 1-D.
         places: the slice of ``flat`` of each tensor.
         views: views of these slices in the tensors' shapes and memory formats, such as channels_last.
+
+    Args:
+        num_shards: into how many shards of one size the buffer divides with the room behind it, see
+            :func:`zeros_with_room`: the number of ranks.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], num_shards: int = 1) -> None:
         self.places: list[slice] = []
         end = 0
         step = ALIGNMENT // tensors[0].element_size()
@@ -149,7 +154,7 @@ class Bucket:
             self.places.append(slice(end, end + tensor.numel()))
             end += -(-tensor.numel() // step) * step
         with torch.inference_mode(False):  # a validation may be the first to need the buffer
-            self.flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
+            self.flat = zeros_with_room(end, num_shards, tensors[0].dtype, tensors[0].device)
         self.views = [shaped(self.flat[place], like=t) for place, t in zip(self.places, tensors, strict=True)]
         ends = [place.start for place in self.places[1:]] + [end]
         gaps = [self.flat[place.stop : next_start] for place, next_start in zip(self.places, ends, strict=True)]

@@ -11,6 +11,7 @@ from lightning_pipesync.core.buckets import shard_numel
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.blocks import addend, blocks
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
+from lightning_pipesync.core.room import zeros_with_room
 
 
 class ErrorFeedback:
@@ -28,7 +29,7 @@ class ErrorFeedback:
 
     def __init__(self, flat: Tensor, world_size: int, gathered: bool = True) -> None:
         dtype = accumulation_dtype(flat.dtype)
-        self.contribution = torch.zeros(flat.numel(), dtype=dtype, device=flat.device)
+        self.contribution = zeros_with_room(flat.numel(), world_size, dtype, flat.device)
         self.shard: Tensor | None = None
         if gathered:
             self.shard = torch.zeros(shard_numel(flat.numel(), world_size), dtype=dtype, device=flat.device)

@@ -17,6 +17,8 @@ from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.gloo import ShardHook
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
+from lightning_pipesync.core.room import with_room
+from lightning_pipesync.core.torch_private import foreach_zero_
 
 #: Of streams of communication: their kernels are few and short, and training would otherwise delay them.
 HIGH_PRIORITY = -1
@@ -75,7 +77,7 @@ class NcclExchange:
     All operations are enqueued on one side stream, in the order of the calls. An operation starts after the work that
     is on the caller's stream at the call; waiting for it makes the caller's stream wait, never the host. All ranks'
     shards are encoded and decoded in one call, so that the number of kernels does not depend on the number of ranks;
-    collectives work in place where the shards are of one size.
+    collectives work in place where the shards are of one size, or there is room behind the values, see :mod:`.room`.
 
     Args:
         group: an NCCL process group that nothing else uses.
@@ -155,21 +157,24 @@ class NcclExchange:
         return wait
 
     def _reduce_scatter(self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None) -> Tensor:
-        rows, own = self._rows(flat), shard_of(flat, self._rank, self._world_size)
-        in_place = False
+        own, in_place = shard_of(flat, self._rank, self._world_size), False
         if self._sums(flat, codec):
+            rows = self._rows(flat)
             summed = rows.to(accumulation_dtype(flat.dtype))
-            total, in_place = summed[self._rank], summed is rows and rows.numel() == flat.numel()
+            total, in_place = summed[self._rank], summed is rows and self._padded(flat) is not None
             reduce_scatter_single(total, summed.view(-1), self._group)
         else:
-            total = self._exchange_and_sum(rows, codec, feedback)
+            total = self._exchange_and_sum(flat, codec, feedback)
         if mean:
             total.div_(self._world_size)
         return own if in_place else own.copy_(total[: own.numel()])
 
-    def _exchange_and_sum(self, rows: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
-        sent, received = self._wires(codec, rows), self._wires(codec, rows)
+    def _exchange_and_sum(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
+        rows = self._rows(flat)
         residuals = None if feedback is None else self._rows(feedback.contribution)
+        if not codec.lossless:
+            self._zero_padding(flat, None if feedback is None else feedback.contribution)
+        sent, received = self._wires(codec, rows), self._wires(codec, rows)
         encode_with_feedback(codec, rows, self._used(sent, codec, rows), residuals)
         if feedback is not None and residuals is not None:
             self._copy_back(residuals, feedback.contribution)
@@ -187,6 +192,7 @@ class NcclExchange:
             wires = self._wires(codec, rows)
             wire = wires[self._rank]
             residual = None if feedback is None else feedback.shard
+            self._zero_padding(flat)
             encode_with_feedback(codec, own, self._used(wire, codec, rows), residual)
             all_gather_single(wires.view(-1), wire, self._group)
             codec.decode(self._used(wires, codec, rows), rows, flat.dtype)
@@ -214,18 +220,27 @@ class NcclExchange:
         return wires[..., : codec.wire_bytes(rows.shape[1], rows.dtype)]
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """Returns the ranks' shards of ``flat``, shape ``[world_size, size]``: a view if they are of one size.
+        """Returns the ranks' shards of ``flat``, shape ``[world_size, size]``.
 
-        Otherwise it is a copy padded with zeros.
+        It is a view if they are of one size, or there is room behind ``flat``; otherwise a copy padded with zeros.
         """
-        size = shard_numel(flat.numel(), self._world_size)
-        missing = size * self._world_size - flat.numel()
-        padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+        size, padded = shard_numel(flat.numel(), self._world_size), self._padded(flat)
+        if padded is None:
+            padded = torch.nn.functional.pad(flat, (0, size * self._world_size - flat.numel()))
         return padded.view(self._world_size, size)
+
+    def _padded(self, flat: Tensor) -> Tensor | None:
+        """Returns ``flat`` and the room that pads its last shards: a view; None without that room."""
+        return with_room(flat, shard_numel(flat.numel(), self._world_size) * self._world_size)
+
+    def _zero_padding(self, *flats: Tensor | None) -> None:
+        """Zeroes the room that :meth:`_rows` has as padding, which decides about scales and what top-k keeps."""
+        padded = [(flat.numel(), self._padded(flat)) for flat in flats if flat is not None]
+        foreach_zero_([whole[numel:] for numel, whole in padded if whole is not None and whole.numel() > numel])
 
     def _copy_back(self, rows: Tensor, flat: Tensor) -> Tensor:
         """Copies ``rows`` to ``flat`` if :meth:`_rows` has made a copy of it."""
-        return flat if rows.numel() == flat.numel() else flat.copy_(rows.view(-1)[: flat.numel()])
+        return flat if self._padded(flat) is not None else flat.copy_(rows.view(-1)[: flat.numel()])
 
     def _sums(self, flat: Tensor, codec: Codec) -> bool:
         """Returns whether NCCL sums; it would sum 16-bit floats in 16 bits, and wire formats as bytes."""

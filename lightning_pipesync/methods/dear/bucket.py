@@ -16,6 +16,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
+from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
@@ -44,7 +45,7 @@ class FusedBucket(GradientBucket):
         optimizer, lossless = optimizers[self.group[0]], self._codec.lossless
         self._places = {member.name: place for member, place in zip(members, self.gradients.places, strict=True)}
         self.sharded = config.shards(optimizer)
-        self.values = Bucket(self.parameters)
+        self.values = Bucket(self.parameters, transport.world_size)
         self.values.pack(self.parameters)
         for tensor, view in zip(self.parameters, self.values.views, strict=True):
             tensor.data = view
@@ -53,7 +54,10 @@ class FusedBucket(GradientBucket):
         [self._feedback] = self.feedback
         # Weights that a lossy codec rounds at every step would not move. So it encodes their difference to the weights
         # that all ranks have. With error feedback its error is added to the weights before the next update.
-        self._difference = None if lossless or not self.sharded else torch.empty_like(self.values.flat)
+        flat = self.values.flat
+        self._difference: Tensor | None = None
+        if self.sharded and not lossless:
+            self._difference = zeros_with_room(flat.numel(), transport.world_size, flat.dtype, flat.device)
         self.gradient_shard = transport.shard(self.gradients.flat)
         shard = transport.shard(self.values.flat)
         self._shard, self._updated = shard, shard if self._difference is None else shard.clone()

@@ -37,7 +37,7 @@ class GradientBucket:
         number: int = 0,
     ) -> None:
         self.parameters = list(parameters)
-        self.gradients = Bucket(self.parameters)
+        self.gradients = Bucket(self.parameters, collectives.world_size)
         flat = self.gradients.flat
         self.pieces: Sequence[Tensor] = [flat] if piece_numel is None else flat.split(piece_numel)
         self.feedback: list[ErrorFeedback | None] = [None] * len(self.pieces)  # the residuals of each piece

@@ -56,7 +56,7 @@ class ReplicatedTensors:
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
-        return [Bucket(tensors) for tensors in self.tensors]
+        return [Bucket(tensors, self._transport.world_size) for tensors in self.tensors]
 
     def set_global_weights(self) -> None:
         """Sets the global values to the present ones, which are the same on all ranks."""
