@@ -21,7 +21,8 @@ from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp
-from tests.streams.device import DEVICE, cuda
+from tests.streams.device import cuda
+from tests.streams.streams import own_device
 
 SECOND = torch.device("cuda", 1)
 
@@ -125,7 +126,7 @@ def warnings_of_attaching(backend: str) -> list[str]:
     with cuda(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         blocks = [nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)) for _ in range(4)]
-        model = nn.Sequential(*blocks, nn.BatchNorm1d(4)).to(DEVICE)
+        model = nn.Sequential(*blocks, nn.BatchNorm1d(4)).to(own_device())
         DeAR(model, OPTIMIZERS["sgd"](model), backend=backend).detach()
     return [str(warning.message) for warning in caught if "SyncBatchNorm" in str(warning.message)]
 
