@@ -200,12 +200,12 @@ class Launches(TorchDispatchMode):
 
 
 def launches(codec_name: str, dtype: torch.dtype, world_size: int, sums_wide: bool = False, missing: int = 0) -> int:
-    """Counts on the meta device, where what costs launches is done as on CUDA, for a bucket."""
+    """Counts on the meta device, where what costs launches is done as on CUDA: for a bucket, on the last rank."""
     numel = world_size * 4096 * 8 - missing
     codec, flat = get_codec(codec_name), zeros_with_room(numel, world_size, dtype, torch.device("meta"))
     feedback = None if codec.lossless else ErrorFeedback(flat, world_size)
     group = MagicMock()
-    group.get_rank.return_value, group.get_world_size.return_value = 0, world_size
+    group.get_rank.return_value, group.get_world_size.return_value = world_size - 1, world_size
     with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
         exchange = NcclExchange(MagicMock(), flat.device, sums_wide)
         exchange.reduce_scatter(flat, codec, mean=True, feedback=feedback)

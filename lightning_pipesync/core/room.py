@@ -29,3 +29,19 @@ def with_room(flat: Tensor, numel: int) -> Tensor | None:
     if getattr(storage, "room_begins", None) != values_end or end > storage.nbytes():
         return None
     return flat.as_strided((numel,), (1,))
+
+
+def rows_of(flat: Tensor, number: int, size: int) -> Tensor:
+    """Returns shards as rows, shape ``[number, size]``.
+
+    It is a view if they are of one size, or there is room behind ``flat``; otherwise a copy padded with zeros.
+    """
+    padded = with_room(flat, number * size)
+    if padded is None:
+        padded = torch.nn.functional.pad(flat, (0, number * size - flat.numel()))
+    return padded.view(number, size)
+
+
+def copy_back(rows: Tensor, flat: Tensor) -> Tensor:
+    """Copies ``rows`` to ``flat`` if :func:`rows_of` has made a copy of it; returns ``flat``."""
+    return flat if with_room(flat, rows.numel()) is not None else flat.copy_(rows.view(-1)[: flat.numel()])

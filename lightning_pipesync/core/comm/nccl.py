@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
+from lightning_pipesync.core.codecs.shards import Shards
 from lightning_pipesync.core.comm.gloo import ShardHook
-from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
-from lightning_pipesync.core.room import with_room
-from lightning_pipesync.core.torch_private import foreach_zero_
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.room import copy_back, rows_of, with_room
 
 #: Of streams of communication: their kernels are few and short, and training would otherwise delay them.
 HIGH_PRIORITY = -1
@@ -157,46 +157,40 @@ class NcclExchange:
         return wait
 
     def _reduce_scatter(self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None) -> Tensor:
-        own, in_place = shard_of(flat, self._rank, self._world_size), False
-        if self._sums(flat, codec):
-            rows = self._rows(flat)
-            summed = rows.to(accumulation_dtype(flat.dtype))
-            total, in_place = summed[self._rank], summed is rows and self._padded(flat) is not None
-            reduce_scatter_single(total, summed.view(-1), self._group)
-        else:
-            total = self._exchange_and_sum(flat, codec, feedback)
+        own = shard_of(flat, self._rank, self._world_size)
+        if not self._sums(flat, codec):
+            return self._exchange_and_sum(flat, own, codec, mean, feedback)
+        rows = self._rows(flat)
+        summed = rows.to(accumulation_dtype(flat.dtype))
+        total, in_place = summed[self._rank], summed is rows and with_room(flat, rows.numel()) is not None
+        reduce_scatter_single(total, summed.view(-1), self._group)
         if mean:
             total.div_(self._world_size)
         return own if in_place else own.copy_(total[: own.numel()])
 
-    def _exchange_and_sum(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
-        rows = self._rows(flat)
-        residuals = None if feedback is None else self._rows(feedback.contribution)
-        if not codec.lossless:
-            self._zero_padding(flat, None if feedback is None else feedback.contribution)
-        sent, received = self._wires(codec, rows), self._wires(codec, rows)
-        encode_with_feedback(codec, rows, self._used(sent, codec, rows), residuals)
-        if feedback is not None and residuals is not None:
-            self._copy_back(residuals, feedback.contribution)
+    def _exchange_and_sum(
+        self, flat: Tensor, own: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Tensor:
+        shards = self._shards(codec, flat)
+        sent, received = shards.wires(self._world_size), shards.wires(self._world_size)
+        shards.encode(flat, sent, None if feedback is None else feedback.contribution)
         dist.all_to_all_single(received, sent, group=self._group)
-        decoded = torch.empty_like(rows, dtype=accumulation_dtype(rows.dtype))
-        codec.decode(self._used(received, codec, rows), decoded, rows.dtype)
-        return decoded.sum(dim=0)
+        shards.sum(received, own, self._world_size if mean else 1)
+        return own
 
     def _all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
-        rows = self._rows(flat)
-        own = rows[self._rank]
         if codec.lossless:
-            all_gather_single(rows.view(-1), own, self._group)
-        else:
-            wires = self._wires(codec, rows)
-            wire = wires[self._rank]
-            residual = None if feedback is None else feedback.shard
-            self._zero_padding(flat)
-            encode_with_feedback(codec, own, self._used(wire, codec, rows), residual)
-            all_gather_single(wires.view(-1), wire, self._group)
-            codec.decode(self._used(wires, codec, rows), rows, flat.dtype)
-        return self._copy_back(rows, flat)
+            rows = self._rows(flat)
+            all_gather_single(rows.view(-1), rows[self._rank], self._group)
+            return copy_back(rows, flat)
+        shards = self._shards(codec, flat)
+        wires = shards.wires(self._world_size)
+        wire = wires[self._rank : self._rank + 1]
+        own = shard_of(flat, self._rank, self._world_size)
+        shards.encode(own, wire, None if feedback is None else feedback.shard)
+        all_gather_single(wires.view(-1), wire.view(-1), self._group)
+        shards.decode(wires, flat)
+        return flat
 
     def _gather_parts(self, flat: Tensor, part: slice) -> Tensor:
         size = shard_numel(flat.numel(), self._world_size)
@@ -211,36 +205,11 @@ class NcclExchange:
             rest.copy_(gathered[whole, : rest.numel()])
         return flat
 
-    def _wires(self, codec: Codec, rows: Tensor) -> Tensor:
-        """Returns a buffer with a wire for each of ``rows``, aligned for any dtype, also if nothing is sent."""
-        row_bytes = max(1, -(-codec.wire_bytes(rows.shape[1], rows.dtype) // 16)) * 16
-        return torch.empty(self._world_size, row_bytes, dtype=torch.uint8, device=self._device)
-
-    def _used(self, wires: Tensor, codec: Codec, rows: Tensor) -> Tensor:
-        return wires[..., : codec.wire_bytes(rows.shape[1], rows.dtype)]
+    def _shards(self, codec: Codec, flat: Tensor) -> Shards:
+        return Shards(codec, shard_numel(flat.numel(), self._world_size), flat)
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """Returns the ranks' shards of ``flat``, shape ``[world_size, size]``.
-
-        It is a view if they are of one size, or there is room behind ``flat``; otherwise a copy padded with zeros.
-        """
-        size, padded = shard_numel(flat.numel(), self._world_size), self._padded(flat)
-        if padded is None:
-            padded = torch.nn.functional.pad(flat, (0, size * self._world_size - flat.numel()))
-        return padded.view(self._world_size, size)
-
-    def _padded(self, flat: Tensor) -> Tensor | None:
-        """Returns ``flat`` and the room that pads its last shards: a view; None without that room."""
-        return with_room(flat, shard_numel(flat.numel(), self._world_size) * self._world_size)
-
-    def _zero_padding(self, *flats: Tensor | None) -> None:
-        """Zeroes the room that :meth:`_rows` has as padding, which decides about scales and what top-k keeps."""
-        padded = [(flat.numel(), self._padded(flat)) for flat in flats if flat is not None]
-        foreach_zero_([whole[numel:] for numel, whole in padded if whole is not None and whole.numel() > numel])
-
-    def _copy_back(self, rows: Tensor, flat: Tensor) -> Tensor:
-        """Copies ``rows`` to ``flat`` if :meth:`_rows` has made a copy of it."""
-        return flat if self._padded(flat) is not None else flat.copy_(rows.view(-1)[: flat.numel()])
+        return rows_of(flat, self._world_size, shard_numel(flat.numel(), self._world_size))
 
     def _sums(self, flat: Tensor, codec: Codec) -> bool:
         """Returns whether NCCL sums; it would sum 16-bit floats in 16 bits, and wire formats as bytes."""

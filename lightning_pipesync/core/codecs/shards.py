@@ -1,0 +1,69 @@
+"""The shards of a flat buffer through a codec, all of them in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.codecs.codec import Codec, accumulation_dtype
+from lightning_pipesync.core.feedback import encode_with_feedback
+from lightning_pipesync.core.room import copy_back, rows_of, with_room
+from lightning_pipesync.core.torch_private import foreach_zero_
+
+
+class Shards:
+    """Shards of ``size`` values, each with a wire of its own, by the torch operations of a codec.
+
+    The buffers hold the values of some shards in a row, of which the last may be shorter or empty. Such a shard is
+    encoded as if zeros followed.
+
+    Args:
+        codec: encodes each of them.
+        size: values of a shard.
+        like: a tensor of the dtype and on the device of the buffers.
+    """
+
+    def __init__(self, codec: Codec, size: int, like: Tensor) -> None:
+        self.codec, self.size, self.dtype, self.device = codec, size, like.dtype, like.device
+        self.wire_bytes = codec.wire_bytes(size, like.dtype)
+
+    def wires(self, number: int) -> Tensor:
+        """Returns uninitialized wires, uint8 of shape ``[number, bytes]``.
+
+        The bytes are a multiple of 16, so that each wire is aligned for any dtype, and never 0.
+        """
+        row_bytes = max(1, -(-self.wire_bytes // 16)) * 16
+        return torch.empty(number, row_bytes, dtype=torch.uint8, device=self.device)
+
+    def encode(self, flat: Tensor, wires: Tensor, residual: Tensor | None) -> None:
+        """Encodes each shard of ``flat`` to its wire, see :func:`encode_with_feedback`; ``flat`` may change."""
+        if not self.codec.lossless:
+            self._zero_padding(len(wires), flat, residual)
+        rows = rows_of(flat, len(wires), self.size)
+        residuals = None if residual is None else rows_of(residual, len(wires), self.size)
+        encode_with_feedback(self.codec, rows, self._used(wires), residuals)
+        if residual is not None and residuals is not None:
+            copy_back(residuals, residual)
+
+    def decode(self, wires: Tensor, flat: Tensor) -> None:
+        """Overwrites each shard of ``flat`` with the values of its wire."""
+        rows = rows_of(flat, len(wires), self.size)
+        self.codec.decode(self._used(wires), rows, self.dtype)
+        copy_back(rows, flat)
+
+    def sum(self, wires: Tensor, own: Tensor, divisor: int) -> None:
+        """Overwrites one shard with the sum of all wires over ``divisor``, computed in fp32 for 16-bit floats."""
+        decoded = torch.empty(len(wires), self.size, dtype=accumulation_dtype(self.dtype), device=self.device)
+        self.codec.decode(self._used(wires), decoded, self.dtype)
+        total = decoded.sum(dim=0)
+        if divisor > 1:
+            total.div_(divisor)
+        own.copy_(total[: own.numel()])
+
+    def _used(self, wires: Tensor) -> Tensor:
+        return wires[:, : self.wire_bytes]
+
+    def _zero_padding(self, number: int, *flats: Tensor | None) -> None:
+        """Zeroes the room behind buffers, which decides about scales and what top-k keeps."""
+        padded = [(flat.numel(), with_room(flat, number * self.size)) for flat in flats if flat is not None]
+        foreach_zero_([whole[numel:] for numel, whole in padded if whole is not None and whole.numel() > numel])
