@@ -75,3 +75,15 @@ def test_pictures_have_one_palette() -> None:
     """A figure of matplotlib's own would have other colours."""
     drawn_by = [path for path in ROOT.rglob("*.py") if "matplotlib.figure" in set(imports_of(path))]
     assert drawn_by == [ROOT / "lab" / "bench" / "pictures.py"]
+
+
+def test_triton_is_imported_when_a_kernel_is_launched() -> None:
+    """Not with the package: it is missing on most machines without a GPU."""
+    modules = {path.relative_to(ROOT / "core/codecs"): path for path in (ROOT / "core/codecs").rglob("*.py")}
+    with_triton = {path for path in ROOT.rglob("*.py") if "triton" in set(imports_of(path))}
+    kernels = {path for name, path in modules.items() if name.parent.name == "kernels"}
+    assert with_triton < kernels
+    users = {path for path in ROOT.rglob("*.py") if any("codecs.kernels" in name for name in imports_of(path))}
+    assert users - kernels == {modules[Path("shards.py")]}
+    for node in ast.parse(modules[Path("shards.py")].read_text()).body:
+        assert not (isinstance(node, ast.ImportFrom) and "kernels" in (node.module or "")), "outside of a function"

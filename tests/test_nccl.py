@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from threading import Event
@@ -44,7 +44,9 @@ def nccl_on_the_host() -> Iterator[None]:
         yield
 
 
-def exchange_all_kinds(exchange: NcclExchange, device: torch.device) -> dict[str, bool]:
+def exchange_all_kinds(
+    exchange: NcclExchange, device: torch.device, sizes: Sequence[int] = SIZES, codecs: Sequence[str] = LOSSY
+) -> dict[str, bool]:
     """Returns by the name of each operation whether it makes what the exchange over Gloo makes of CPU tensors."""
     transport = Transport(timeout_s=60)
     gloo = transport._exchange
@@ -74,10 +76,10 @@ def exchange_all_kinds(exchange: NcclExchange, device: torch.device) -> dict[str
             kinds = [residuals.state_dict() for residuals in feedback if residuals is not None]
             same[f"{name}, residuals"] = all(is_near(codec_name, kinds[0][kind], kinds[1][kind]) for kind in kinds[0])
 
-    for numel in SIZES:
+    for numel in sizes:
         for dtype in DTYPES:
             compare(f"lossless, {dtype} {numel}", numel, dtype, "none")
-        for codec_name in LOSSY:
+        for codec_name in codecs:
             # The last rank's slice is padded here, of which top-k sends a share.
             if "topk" not in codec_name or numel % world_size == 0:
                 compare(f"compressed, {codec_name} {numel}", numel, torch.float32, codec_name)
@@ -173,17 +175,18 @@ def test_what_is_in_the_room_changes_nothing(sums_wide: bool) -> None:
         assert all(same.values()), [name for name, equal in same.items() if not equal]
 
 
-#: Launches of a reduce-scatter and an all-gather of a bucket, collectives included, with shards of one size.
+#: Launches of a reduce-scatter and an all-gather of a bucket, collectives included: by Triton kernels, and by torch
+#: operations with shards of one size.
 LAUNCHES = {
-    ("none", torch.float32): 3,
-    ("none", torch.bfloat16): 7,
-    ("bf16", torch.float32): 17,
-    ("fp16", torch.float32): 17,
-    ("truncate16", torch.float32): 17,
-    ("int8", torch.float32): 41,
-    ("int4", torch.float32): 67,
-    ("topk", torch.float32): 65,
-    ("chunked_topk", torch.float32): 177,
+    ("none", torch.float32): (3, 3),
+    ("none", torch.bfloat16): (4, 7),
+    ("bf16", torch.float32): (6, 17),
+    ("fp16", torch.float32): (6, 17),
+    ("truncate16", torch.float32): (6, 17),
+    ("int8", torch.float32): (6, 41),
+    ("int4", torch.float32): (6, 67),
+    ("topk", torch.float32): (11, 65),
+    ("chunked_topk", torch.float32): (6, 177),
 }
 
 
@@ -331,7 +334,26 @@ def test_groups_are_made_with_nothing_in_flight_and_come_before_training() -> No
 
 @pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)
 def test_the_number_of_ranks_does_not_change_the_number_of_launches(codec_name: str, dtype: torch.dtype) -> None:
-    assert [launches(codec_name, dtype, ranks) for ranks in (8, 64)] == [LAUNCHES[codec_name, dtype]] * 2
+    _, by_torch = LAUNCHES[codec_name, dtype]
+    assert [launches(codec_name, dtype, ranks) for ranks in (8, 64)] == [by_torch] * 2
+
+
+@pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)
+def test_kernels_take_few_launches(codec_name: str, dtype: torch.dtype) -> None:
+    """Also where the last shard is shorter."""
+    pytest.importorskip("triton")
+    from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards
+
+    counts = set()
+    with patch("lightning_pipesync.core.codecs.shards.runs_triton", lambda _: True):
+        for ranks in (8, 64):
+            for missing in (0, 5):
+                with patch.object(KernelShards, "_launch") as launch_kernel:
+                    others = launches(codec_name, dtype, ranks, missing=missing)
+                counts.add(others + launch_kernel.call_count)
+    by_kernels, _ = LAUNCHES[codec_name, dtype]
+    assert counts == {by_kernels}
+    assert by_kernels <= 12
 
 
 def average_in_background() -> list[float]:

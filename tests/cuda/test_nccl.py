@@ -14,7 +14,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, recorded, sleep
 from tests.test_nccl import exchange_all_kinds
-from tests.test_transport import BROADCAST, DTYPES, SIZES, values
+from tests.test_transport import BROADCAST, DTYPES, LOSSY, SIZES, values
 
 pytestmark = needs_cuda
 
@@ -47,7 +47,9 @@ def test_collectives_of_the_transport() -> None:
 
 
 def exchange_on_device() -> dict[str, Any]:
-    return exchange_all_kinds(NcclExchange(dist.new_group(backend="nccl"), DEVICE), DEVICE)
+    # What top-k has encoded has many equal magnitudes, of which another device may keep others the next time.
+    codecs = [name for name in LOSSY if "topk" not in name]
+    return exchange_all_kinds(NcclExchange(dist.new_group(backend="nccl"), DEVICE), DEVICE, codecs=codecs)
 
 
 @pytest.mark.parametrize("part", ["lossless", "compressed", "feedback", "broadcast"])

@@ -45,6 +45,7 @@ def cuda() -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(patch.object(torch, "autocast", _autocast))
         stack.enter_context(patch.object(torch.accelerator, "is_available", lambda: True))
+        stack.enter_context(patch("lightning_pipesync.core.codecs.shards.runs_triton", lambda _: False))
         stack.enter_context(patch.object(dist, "new_group", _new_group))
         stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
         stack.enter_context(patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), create=True))

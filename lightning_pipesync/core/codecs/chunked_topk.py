@@ -30,7 +30,7 @@ class ChunkedTopK(Codec):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         self._require_floating_point(dtype)
-        return sum(self._sections(numel))
+        return sum(self.sections(numel))
 
     def encode(self, source: Tensor, wire: Tensor) -> None:
         levels, indices, signs = self._split(wire, source.shape[-1])
@@ -69,13 +69,13 @@ class ChunkedTopK(Codec):
     def _num_chunks(self, numel: int) -> int:
         return -(-numel // self.CHUNK)
 
-    def _sections(self, numel: int) -> list[int]:
+    def sections(self, numel: int) -> list[int]:
         """Returns the bytes of levels, indices and signs."""
         return [self._num_chunks(numel) * each for each in (8, self.KEPT * 3 // 2, self.KEPT // 4)]
 
     def _split(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
         chunks = self._num_chunks(numel)
-        levels, indices, signs = wire.split(self._sections(numel), dim=-1)
+        levels, indices, signs = wire.split(self.sections(numel), dim=-1)
         return (
             levels.view(torch.float32).unflatten(-1, (chunks, 2)),
             indices.unflatten(-1, (chunks, self.KEPT * 3 // 2)),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from lightning_pipesync.core.codecs.codec import Codec, accumulation_dtype
+from lightning_pipesync.core.codecs.elementwise import BF16
+from lightning_pipesync.core.extras import is_installed
 from lightning_pipesync.core.feedback import encode_with_feedback
 from lightning_pipesync.core.room import copy_back, rows_of, with_room
 from lightning_pipesync.core.torch_private import foreach_zero_
@@ -67,3 +72,45 @@ class Shards:
         """Zeroes the room behind buffers, which decides about scales and what top-k keeps."""
         padded = [(flat.numel(), with_room(flat, number * self.size)) for flat in flats if flat is not None]
         foreach_zero_([whole[numel:] for numel, whole in padded if whole is not None and whole.numel() > numel])
+
+
+def shards_of(codec: Codec, size: int, like: Tensor) -> Shards:
+    """Returns the shards of buffers ``like`` this one: by Triton kernels where there are some, for fewer launches."""
+    if like.dtype in (torch.float32, torch.bfloat16, torch.float16) and runs_triton(like):
+        # Triton is imported here, so that only a process that uses it waits for that.
+        from lightning_pipesync.core.codecs.kernels import KERNELS
+
+        return KERNELS.get(type(codec), Shards)(codec, size, like)
+    return Shards(codec, size, like)
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Returns whether Triton compiles for the device of ``tensor``: from compute capability 8 on."""
+    return (
+        tensor.is_cuda
+        and _is_installed("triton")
+        and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+        and compiles_on(tensor.device)
+    )
+
+
+_is_installed = cache(is_installed)
+
+
+@cache
+def compiles_on(device: torch.device) -> bool:
+    """Returns whether a first kernel can be launched; otherwise warns. Ranks that can and that cannot fit together."""
+    from lightning_pipesync.core.codecs.kernels.elementwise import ElementwiseShards
+
+    value = torch.zeros(1, device=device)
+    shards = ElementwiseShards(BF16(), 1, value)
+    try:
+        shards.encode(value, shards.wires(1), None)
+    except Exception as error:
+        warnings.warn(
+            f"Triton cannot compile on {device}, which takes a C compiler and Python's header files: codecs use torch "
+            f"operations, with many more kernel launches. {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    return True

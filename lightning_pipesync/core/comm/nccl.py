@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
-from lightning_pipesync.core.codecs.shards import Shards
+from lightning_pipesync.core.codecs.shards import Shards, shards_of
 from lightning_pipesync.core.comm.gloo import ShardHook
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.room import copy_back, rows_of, with_room
@@ -206,7 +206,7 @@ class NcclExchange:
         return flat
 
     def _shards(self, codec: Codec, flat: Tensor) -> Shards:
-        return Shards(codec, shard_numel(flat.numel(), self._world_size), flat)
+        return shards_of(codec, shard_numel(flat.numel(), self._world_size), flat)
 
     def _rows(self, flat: Tensor) -> Tensor:
         return rows_of(flat, self._world_size, shard_numel(flat.numel(), self._world_size))

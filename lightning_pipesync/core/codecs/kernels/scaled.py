@@ -1,0 +1,120 @@
+"""Kernels of int8 and int4."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards
+from lightning_pipesync.core.codecs.kernels.search import magnitudes_of
+from lightning_pipesync.core.codecs.kernels.values import (
+    store_error,
+    store_quotient,
+    with_residual,
+)
+from lightning_pipesync.core.codecs.scaled import ScaledChunks
+
+
+@triton.jit
+def encode_kernel(
+    source,
+    residual,
+    scales,
+    packed,
+    size,
+    numel,
+    stride,
+    LEVELS: tl.constexpr,
+    TINY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    shard = tl.program_id(1).to(tl.int64)
+    chunks = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    offsets = shard * size + columns
+    inside = (columns < size) & (offsets < numel)
+    values, total = with_residual(source, residual, offsets, inside)
+    largest = tl.max(magnitudes_of(values), axis=1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, LEVELS * 1.0)
+    scale = tl.where(scale < TINY, TINY, scale)
+    tl.store(scales + shard * (stride // 4) + chunks, scale, mask=chunks * CHUNK < size)
+    # Beyond 2**23 fp32 has whole numbers only: the sum is rounded to one, half to even.
+    biased = values * tl.div_rn(1.0, scale)[:, None] + 12582912.0
+    rounded = biased.to(tl.int32, bitcast=True) - 0x4B400000
+    packed += shard * stride
+    if LEVELS == 7:
+        nibbles = tl.where(columns < size, (rounded + 8) & 15, 0)
+        even, odd = tl.split(tl.reshape(nibbles, [CHUNKS, CHUNK // 2, 2]))
+        places = chunks[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
+        tl.store(packed + places, (even | odd << 4).to(tl.int8), mask=places * 2 < size)
+    else:
+        tl.store(packed + columns, rounded.to(tl.int8), mask=columns < size)
+    store_error(residual, offsets, inside, total - rounded.to(tl.float32) * scale[:, None])
+
+
+@triton.jit
+def load_wire(scales, packed, chunks, size, LEVELS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Returns the values of these chunks of one wire, shape ``[CHUNKS, CHUNK]``."""
+    if LEVELS == 7:
+        places = chunks[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
+        both = tl.load(packed + places, mask=places * 2 < size, other=0).to(tl.int32)
+        whole = tl.reshape(tl.join(both & 15, (both >> 4) & 15), [CHUNKS, CHUNK]) - 8
+    else:
+        columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        whole = tl.load(packed + columns, mask=columns < size, other=0)
+    scale = tl.load(scales + chunks, mask=chunks * CHUNK < size, other=0)
+    return whole.to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def decode_kernel(
+    target,
+    scales,
+    packed,
+    size,
+    numel,
+    stride,
+    summed,
+    divisor,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    shard = tl.program_id(1).to(tl.int64)
+    chunks = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    offsets = shard * size + columns
+    inside = (columns < size) & (offsets < numel)
+    scales += shard * (stride // 4)
+    packed += shard * stride
+    total = load_wire(scales, packed, chunks, size, LEVELS, CHUNK, CHUNKS)
+    for _ in range(1, summed):
+        scales += stride // 4
+        packed += stride
+        total += load_wire(scales, packed, chunks, size, LEVELS, CHUNK, CHUNKS)
+    store_quotient(target, offsets, inside, total, divisor)
+
+
+class ScaledShards(KernelShards):
+    codec: ScaledChunks
+
+    def encode(self, flat: Tensor, wires: Tensor, residual: Tensor | None) -> None:
+        args = (flat, residual, *self._parts(wires), self.size, flat.numel(), wires.stride(0))
+        tiny = torch.finfo(torch.float32).tiny
+        self._launch(encode_kernel, self._tiles(self.size), len(wires), *args, **self._constants(), TINY=tiny)
+
+    def _decode(self, wires: Tensor, target: Tensor, shards: int, divisor: int) -> None:
+        args = (target, *self._parts(wires), self.size, target.numel(), wires.stride(0), len(wires) // shards)
+        self._launch(decode_kernel, self._tiles(self.size), shards, *args, float(divisor), **self._constants())
+
+    def _parts(self, wires: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns where the scales and the values of the first wire begin."""
+        values = wires.view(torch.int8)[:, self.wire_bytes - self.codec.value_bytes(self.size) :]
+        return wires.view(torch.float32), values
+
+    def _constants(self) -> dict[str, int]:
+        chunk = self.codec.CHUNK
+        return {"LEVELS": self.codec.LEVELS, "CHUNK": chunk, "CHUNKS": self.TILE // chunk}
