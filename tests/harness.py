@@ -37,16 +37,25 @@ DIED = "died"
 
 #: Below those that the system gives to outgoing connections, one of which might take a port before it is listened on.
 _PORTS = range(12_000, 32_000)
+#: The ports that this process has given.
+_given: set[int] = set()
 
 
 def free_port() -> int:
-    """Returns a TCP port that is free now, and that nobody is given who does not ask for it."""
+    """Returns a TCP port that is free now, and that nobody is given who does not ask for it.
+
+    Nor is it given twice, by this process or by another worker of the same tests, before somebody listens on it.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = _PORTS[worker :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))]
     draw = random.Random()  # not the one that a test has seeded, which another may have seeded alike
     while True:
         with socket.socket() as server, suppress(OSError):
-            port = draw.choice(_PORTS)
+            port = draw.choice(ports)
             server.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def default_signals() -> None:
@@ -67,11 +76,12 @@ def end_with_tests() -> None:
 
 
 class Ranks:
-    """Real processes that call functions; with ``once`` each ends after its first call, otherwise one that fails."""
+    """Real processes that call functions, until they are ended, or a function raises.
 
-    def __init__(
-        self, world_size: int, once: bool = False, init: bool = True, group_timeout_s: float = 60, spawn: bool = False
-    ) -> None:
+    One that has returned stays: its end could reset connections that another one is still making.
+    """
+
+    def __init__(self, world_size: int, init: bool = True, group_timeout_s: float = 60, spawn: bool = False) -> None:
         context = multiprocessing.get_context("spawn") if spawn else _CONTEXT
         self._directory = tempfile.TemporaryDirectory()
         self._folder = Path(self._directory.name)
@@ -80,7 +90,7 @@ class Ranks:
         try:
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe()
-                args = (theirs, once, rank, self._folder, environment, init, group_timeout_s)
+                args = (theirs, rank, self._folder, environment, init, group_timeout_s)
                 process = context.Process(target=_run_rank, args=args, daemon=False)
                 self._ranks.append((process, ours))
                 process.start()
@@ -122,10 +132,10 @@ class Ranks:
 
     def end(self) -> None:
         for process, connection in self._ranks:
-            connection.close()
             if process.pid is not None:
                 process.kill()
                 process.join()
+            connection.close()
         self._directory.cleanup()
 
 
@@ -152,7 +162,7 @@ def launch(
     Raises:
         AssertionError: a rank raised, died, or did not return in time. The message holds tracebacks and stacks.
     """
-    ranks = Ranks(world_size, True, init, group_timeout_s, spawn)
+    ranks = Ranks(world_size, init, group_timeout_s, spawn)
     try:
         return ranks.call(function, args, timeout_s, may_die)
     finally:  # also after Ctrl-C
@@ -195,7 +205,6 @@ def _end_kept() -> None:
 
 def _run_rank(
     connection: Connection,
-    once: bool,
     rank: int,
     folder: Path,
     environment: dict[str, str],
@@ -226,8 +235,8 @@ def _run_rank(
         except BaseException:
             failed, result = True, traceback.format_exc()
         connection.send_bytes(pickle.dumps((failed, result)))
-        if once or failed:  # which must not wait in a destructor for peers that it has left alone
-            os._exit(int(failed))
+        if failed:  # which must not wait in a destructor for peers that it has left alone
+            os._exit(1)
 
 
 def raised(function: Callable[[], Any]) -> tuple[str, str] | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.faults import admission, heartbeat, membership
+from lightning_pipesync.core.faults import admission, failure, heartbeat, membership
 from lightning_pipesync.core.faults.heartbeat import Beat
 
 #: What is to happen happens long before: on a busy machine a process may not run for some seconds.
@@ -45,6 +45,11 @@ def watch_processes(**changes: float) -> None:
     admission.Silence = membership.Silence = SilentProcesses  # type: ignore[assignment,misc,attr-defined]
     admission.LISTENED, membership.PATIENCE = constants["LISTENED"], constants["PATIENCE"]  # type: ignore[assignment]
     heartbeat.STORE_S = constants["STORE_S"]
+
+
+def be_patient(beats: int = 10, store_s: float = TIMEOUT_S) -> None:
+    """Has this rank count another as silent, and the store as lost, later than usual: one may only be held up."""
+    failure.PATIENCE, heartbeat.STORE_S = beats, store_s
 
 
 def wait_for(condition: Callable[[], object]) -> None:

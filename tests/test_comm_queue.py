@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ class Operations:
         self.events.append(f"start {number}")
 
         def wait() -> int:
-            assert self.may_finish[number].wait(10)
+            assert self.may_finish[number].wait(60)
             self.events.append(f"end {number}")
             return number
 
@@ -47,7 +50,7 @@ def test_in_order_and_few_at_a_time(queue: CommQueue) -> None:
         assert after == list(range(number + 1)), "what is to be done after it is done when it has been waited for"
     assert IN_FLIGHT == 2
     assert operations.events == ["start 0", "start 1", "end 0", "start 2", "end 1", "start 3", "end 2", "end 3"]
-    queue.close(10)
+    queue.close(60)
 
 
 @pytest.mark.parametrize(("requires", "events"), [(None, ["start 0", "start 1"]), (0, ["start 0", "end 0", "start 1"])])
@@ -62,18 +65,38 @@ def test_an_operation_that_requires_another(queue: CommQueue, requires: int | No
     queue.wait_all()
     assert first.done
     assert operations.events[: len(events)] == events
-    queue.close(10)
+    queue.close(60)
+
+
+class WatchedTraffic(Traffic):
+    """Tells when somebody has begun to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = threading.Event()
+
+    @contextmanager
+    def waiting(self, kind: str) -> Iterator[None]:
+        with super().waiting(kind):
+            self.has_begun.set()
+            yield
 
 
 def test_wait_all() -> None:
-    operations, traffic = Operations(), Traffic()
+    operations, traffic = Operations(), WatchedTraffic()
     queue = CommQueue("test", torch.device("cpu"), traffic)
     queue.submit("sum", lambda: operations.start(0))
-    threading.Timer(0.2, operations.may_finish[0].set).start()
+
+    def let_it_finish() -> None:
+        traffic.has_begun.wait()
+        time.sleep(0.1)
+        operations.may_finish[0].set()
+
+    threading.Thread(target=let_it_finish).start()
     queue.wait_all()
     assert operations.events == ["start 0", "end 0"]
-    assert traffic.seconds_waited["sum"] > 0.1
-    queue.close(10)
+    assert traffic.seconds_waited["sum"] >= 0.1
+    queue.close(60)
 
 
 def test_an_error_is_everybodys(queue: CommQueue) -> None:
@@ -88,5 +111,5 @@ def test_an_error_is_everybodys(queue: CommQueue) -> None:
     for wait in (failed.wait, later.wait, later.wait, queue.wait_all):
         assert raised(wait) == ("RuntimeError", "a peer is lost")
     assert operations.events == []
-    queue.close(10)
+    queue.close(60)
     assert raised(lambda: queue.submit("sum", fail)) is not None

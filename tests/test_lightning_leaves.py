@@ -16,13 +16,14 @@ from lightning.fabric import Fabric
 from lightning_pipesync.fabric import DeARFabricStrategy
 from tests.harness import free_port
 from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
+from tests.lost_ranks import be_patient
 from tests.models import OPTIMIZERS, seeded_mlp
 from tests.test_failures import RANKS, form_group, launch_jobs
 
 #: Far more than the test takes: nobody may wait for as long.
 TIMEOUT_S = 300
 #: Where only the timeout tells that one does something else than the others.
-SHORT_S = 15
+SHORT_S = 40
 
 #: The method, the rank that leaves, and how.
 JOBS = [
@@ -95,6 +96,7 @@ def set_up_fabric(leaves: bool) -> None:
 def fit_until_one_leaves(jobs: dict[tuple[str, int, str], int], directory: Path) -> tuple[str, str]:
     job, rank = form_group(jobs)
     name, victim, how = job
+    be_patient()
     folder = directory / f"{name} {victim} {how}"
     settings = {
         "name": "dear" if name == "fabric" else name,

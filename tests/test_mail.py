@@ -15,12 +15,13 @@ import torch
 
 from lightning_pipesync.core.comm.transport import Transport
 from tests.harness import kill_stopped_siblings, launch
+from tests.lost_ranks import be_patient
 
 
 class Recorder:
     """Mail of this rank, whose messages and losses a test takes one by one."""
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         self.transport = Transport(timeout_s=timeout_s)
         self.arrived: queue.Queue[tuple[int, Any]] = queue.Queue()
         self.lost: queue.Queue[tuple[int, str]] = queue.Queue()
@@ -31,8 +32,8 @@ class Recorder:
             lambda rank: self.arrived.put((rank, "ended")),
         )
 
-    def close(self) -> None:
-        self.mail.close(5.0)
+    def close(self, timeout_s: float = 60.0) -> None:
+        self.mail.close(timeout_s)
         self.transport.close()
 
 
@@ -44,7 +45,7 @@ def everyone_to_everyone() -> dict[int, list[Any]]:
             recorder.mail.send(peer, {"number": number, "tensors": [torch.full((1000,), float(rank)), torch.empty(0)]})
     received: dict[int, list[Any]] = {peer: [] for peer in range(world_size)}
     while sum(map(len, received.values())) < 3 * world_size:
-        peer, message = recorder.arrived.get(timeout=20)
+        peer, message = recorder.arrived.get(timeout=60)
         if message != "ended":  # a rank that has them all ends before another one's messages arrive
             values, empty = message["tensors"]
             received[peer].append((message["number"], values.unique().tolist(), len(empty)))
@@ -61,9 +62,9 @@ def idle(timeout_s: float) -> list[Any]:
     """Returns what arrives after a silence, how many were lost, and whether both ways have different groups."""
     recorder = Recorder(timeout_s)
     peer = 1 - recorder.transport.rank
-    time.sleep(2.5 * timeout_s)
+    time.sleep(1.5 * timeout_s)
     recorder.mail.send(peer, "still here")
-    arrived = recorder.arrived.get(timeout=10)[1]
+    arrived = recorder.arrived.get(timeout=60)[1]
     lost = recorder.lost.qsize()
     (inbox,) = recorder.mail._inboxes
     different = recorder.mail._outboxes[peer]._messages._group is not inbox._messages._group
@@ -73,17 +74,18 @@ def idle(timeout_s: float) -> list[Any]:
 
 def test_silence_is_no_loss() -> None:
     """And both ways have connections: otherwise two ranks that send large tensors would take turns, see mail.py."""
-    assert launch(idle, 2, 2.0) == [["still here", 0, True]] * 2
+    assert launch(idle, 2, 10.0) == [["still here", 0, True]] * 2
 
 
 def lose(how: int) -> tuple[int, str] | None:
-    recorder = Recorder(timeout_s=3.0)
+    be_patient()
+    recorder = Recorder(timeout_s=60.0 if how == signal.SIGKILL else 10.0)
     rank = recorder.transport.rank
     if rank == 2:
         os.kill(os.getpid(), how)
-    lost = recorder.lost.get(timeout=40)
+    lost = recorder.lost.get(timeout=60)
     recorder.mail.send(1 - rank, "alive")
-    assert recorder.arrived.get(timeout=10) == (1 - rank, "alive"), "the others can still talk"
+    assert recorder.arrived.get(timeout=60) == (1 - rank, "alive"), "the others can still talk"
     recorder.mail.close(1.0)
     if how == signal.SIGSTOP and rank == 0:
         kill_stopped_siblings()
@@ -92,7 +94,7 @@ def lose(how: int) -> tuple[int, str] | None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_and_the_others_go_on(how: int) -> None:
-    outcomes = launch(lose, 3, int(how), may_die=(2,), timeout_s=90)
+    outcomes = launch(lose, 3, int(how), may_die=(2,))
     for outcome in outcomes[:2]:
         assert outcome[0] == 2
         assert "Rank 2 " in outcome[1]
@@ -106,9 +108,9 @@ def end_with_an_error() -> tuple[int, str] | None:
             try:
                 raise KeyError("a bug")
             finally:
-                recorder.close()
+                recorder.close(1.0)
         return None
-    return recorder.lost.get(timeout=20)
+    return recorder.lost.get(timeout=60)
 
 
 def test_who_ends_with_an_error_is_lost() -> None:
@@ -122,7 +124,7 @@ def end_after_a_message() -> list[Any]:
     rank = recorder.transport.rank
     if rank == 1:
         recorder.mail.send(0, "last")
-    arrived = [] if rank == 1 else [recorder.arrived.get(timeout=20) for _ in range(2)]
+    arrived = [] if rank == 1 else [recorder.arrived.get(timeout=60) for _ in range(2)]
     recorder.close()
     return [arrived, recorder.lost.qsize()]
 
@@ -136,13 +138,13 @@ def ask_one_that_has_closed() -> list[Any]:
     recorder = Recorder()
     rank, told = recorder.transport.rank, []
     if rank == 1:
-        told = [recorder.arrived.get(timeout=20)]
+        told = [recorder.arrived.get(timeout=60)]
         recorder.mail.send(0, "question")
-        told += [recorder.arrived.get(timeout=20)]
+        told += [recorder.arrived.get(timeout=60)]
     else:
-        closing = threading.Thread(target=recorder.mail.close, args=[20.0])
+        closing = threading.Thread(target=recorder.mail.close, args=[60.0])
         closing.start()
-        told = [recorder.arrived.get(timeout=20)]
+        told = [recorder.arrived.get(timeout=60)]
         recorder.mail.send(1, "answer")
         closing.join()
     recorder.close()

@@ -6,16 +6,18 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_pipesync import DeAR
 from tests.harness import DIED, free_port, kill_stopped_siblings, raised
+from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, seeded_mlp
 from tests.test_failures import RANKS, form_group, launch_jobs
 
-#: Far more than the test takes, or little, where a rank hangs.
-TIMEOUT_S, HANG_TIMEOUT_S = 300, 4
+#: Far more than the test takes, or less, where a rank hangs.
+TIMEOUT_S, HANG_TIMEOUT_S = 300, 15
 
 #: What ends with the process.
 LOST = ("dies", "is frozen")
@@ -34,29 +36,34 @@ JOBS = [
 ]
 
 
-def attach_without_one(jobs: dict[tuple[int, str, str], int]) -> tuple[str, str] | None:
-    (victim, how, backend), rank = form_group(jobs)
+def attach_without_one(jobs: dict[tuple[int, str, str], int], folder: Path) -> tuple[str, str] | None:
+    job, rank = form_group(jobs)
+    victim, how, backend = job
+    marks = [folder / f"{job} {other}" for other in range(RANKS) if other != victim]
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
     dist.barrier()
     if rank == victim and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     elif rank == victim and how == "is frozen":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == victim and how == "comes late":
+        time.sleep(1)
     elif rank == victim:
-        time.sleep(1 if how == "comes late" else 5 * HANG_TIMEOUT_S)
+        wait_for(lambda: all(mark.exists() for mark in marks))
     model = seeded_mlp()
     timeout_s = HANG_TIMEOUT_S if how in ("hangs", "is frozen") else TIMEOUT_S
     found = raised(lambda: DeAR(model, OPTIMIZERS["sgd"](model), timeout_s=timeout_s).detach())
+    (folder / f"{job} {rank}").touch()
     if how == "is frozen":
-        time.sleep(HANG_TIMEOUT_S)  # until the other one has found it, too
+        wait_for(lambda: all(mark.exists() for mark in marks))
         kill_stopped_siblings()
     return found
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     jobs = {job: free_port() for job in JOBS}
     may_die = tuple(RANKS * n + victim for n, (victim, how, _) in enumerate(JOBS) if how in LOST)
-    for (victim, how, backend), outcomes in launch_jobs(attach_without_one, jobs, may_die=may_die).items():
+    for (victim, how, backend), outcomes in launch_jobs(attach_without_one, jobs, tmp_path, may_die=may_die).items():
         if how == "comes late":
             assert outcomes == [None] * RANKS
             continue

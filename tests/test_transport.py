@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import cache, partial
 from unittest import mock
 
@@ -20,6 +19,7 @@ from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.transport import Transport
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
+from tests.lost_ranks import be_patient
 from tests.reference_pipe_sgd import all_reduce
 
 SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 10_007]  # larger ones take the ring on 3 ranks, which has its own tests
@@ -42,7 +42,7 @@ def rank_order_sum(numel: int, dtype: torch.dtype, world_size: int) -> torch.Ten
 
 
 def all_reduce_all_kinds() -> dict[str, bool]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     same = {}
     for dtype in DTYPES:
         for numel in SIZES:
@@ -73,7 +73,7 @@ def test_all_reduce_sums_in_rank_order(world_size: int) -> None:
 
 
 def halves() -> list[torch.Tensor]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     flat = values(1001, torch.float32, transport.rank)
     own = transport.reduce_scatter(flat, mean=True).wait()
     assert own.data_ptr() == transport.shard(flat).data_ptr() or own.numel() == 0
@@ -93,7 +93,7 @@ def test_the_two_halves_make_an_all_reduce(world_size: int) -> None:
 
 def gather_in_parts(numel: int) -> tuple[torch.Tensor, list[int]]:
     """All-gathers two parts of the shards, both in flight at once, and not the third."""
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     size = shard_numel(numel, transport.world_size)
     flat = torch.full((numel,), -1.0)
     transport.shard(flat).fill_(transport.rank)
@@ -121,7 +121,7 @@ def test_parts_of_shards_are_gathered(world_size: int) -> None:
 
 
 def compressed(name: str) -> list[torch.Tensor]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     results = []
     for numel in (1, 7, 5000):
         flat = values(numel, torch.float32, transport.rank)
@@ -150,7 +150,7 @@ def test_compressed_once_on_each_half(name: str, world_size: int) -> None:
 
 def errors_of_means(name: str) -> list[float]:
     """Returns how far the mean over 20 and over 400 steps is off."""
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     true, expected = values(1000, torch.float32, transport.rank), rank_order_sum(1000, torch.float32, 2) / 2
     feedback, total, errors = transport.feedback(true), torch.zeros_like(true), []
     for step in range(1, 401):
@@ -171,7 +171,7 @@ def test_feedback_makes_good_what_the_codec_drops() -> None:
 
 
 def half_precision_means() -> list[float]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     large = torch.full((5,), 60_000.0, dtype=torch.float16)
     transport.all_reduce(large, mean=True).wait()
     thirds = torch.full((5,), 1.0 + 2**-10 * transport.rank, dtype=torch.float16)
@@ -186,7 +186,7 @@ def test_half_precision_is_averaged_before_it_is_rounded() -> None:
 
 
 def unions() -> list[list[bool]]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     rank = transport.rank
     results = [transport.union(flags).wait() for flags in ([rank == 1, False, rank != 0], [], [True] * 300)]
     transport.close()
@@ -204,7 +204,7 @@ BROADCAST = [torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.c
 
 
 def broadcast_all_kinds() -> list[list[int]]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     results = []
     for dtype in BROADCAST:
         flat = torch.full((3,), 1 - transport.rank).to(dtype)
@@ -227,7 +227,7 @@ def test_alone_nothing_is_sent() -> None:
 
 
 def collect_unsafe() -> list[float] | None:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     both = torch.arange(6, dtype=torch.bfloat16)
     parts = {"left": both[:3], "right": both[2:]}
     with mock.patch("torch.save", side_effect=AssertionError), mock.patch("torch.load", side_effect=AssertionError):
@@ -250,7 +250,7 @@ def test_states_hold_what_a_user_puts_there() -> None:
 
 
 def of_the_host_beside_nccl() -> list[float]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     transport._nccl = transport._exchange = mock.Mock(spec=NcclExchange)
     flats = [torch.full((3,), float(transport.rank + 1)) for _ in range(2)]
     transport.all_reduce(flats[0]).wait()
@@ -266,7 +266,7 @@ def test_tensors_of_the_host_never_go_to_nccl() -> None:
 
 
 def any_order() -> bool:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     flats = [values(3000 + i, torch.float32, transport.rank) for i in range(8)]
     handles = [transport.all_reduce(flat) for flat in flats]
     flags = transport.exchange_flags(transport.rank + 3)
@@ -286,7 +286,7 @@ def test_handles_can_be_waited_for_in_any_order() -> None:
 
 
 def messages() -> list[float]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     left, right = (transport.rank - 1) % transport.world_size, (transport.rank + 1) % transport.world_size
     received = [torch.empty(4) for _ in range(3)]
     receiving = [transport.recv(tensor, left) for tensor in received]
@@ -311,7 +311,7 @@ def test_messages_keep_their_order_and_objects_arrive() -> None:
 
 
 def count() -> dict[str, dict[str, float]]:
-    transport = Transport(timeout_s=30)
+    transport = Transport(timeout_s=60)
     transport.all_reduce(torch.ones(1000)).wait()
     transport.all_reduce(torch.ones(1000), codec="bf16").wait()
     transport.reduce_scatter(torch.ones(1000)).wait()
@@ -329,7 +329,7 @@ def test_bytes_are_counted() -> None:
 
 def open_and_close() -> bool:
     for _ in range(20):
-        Transport(timeout_s=30).close()
+        Transport(timeout_s=60).close()
     return True
 
 
@@ -340,7 +340,7 @@ def test_a_quick_rank_may_close_at_once() -> None:
 
 def misuse() -> list[tuple[str, str] | None]:
     """What is refused by its settings; and what a closed transport does not wait for."""
-    transport, torus = Transport(timeout_s=30), Transport(timeout_s=30, topology="torus2d")
+    transport, torus = Transport(timeout_s=60), Transport(timeout_s=60, topology="torus2d")
     flat = torch.ones(8)
     outcomes = {
         "timeout_s": raised(lambda: Transport(timeout_s=0)),
@@ -371,32 +371,34 @@ def test_without_a_process_group() -> None:
         Transport()
 
 
-def lose_a_peer(how: str, operation: str) -> tuple[str, str, float] | None:
-    transport = Transport(timeout_s=3)
+#: Of one that hangs; of one that dies far more than the test may take.
+TIMEOUTS_S = {"dies": 300, "hangs": 10}
+
+
+def lose_a_peer(how: str, operation: str) -> tuple[str, str] | None:
+    be_patient()
+    transport = Transport(timeout_s=TIMEOUTS_S[how])
     transport.all_reduce(torch.ones(100)).wait()
     if transport.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-    start = time.monotonic()
     flat = torch.ones(1_000_000)
     outcome = raised(
         lambda: transport.all_reduce(flat).wait() if operation == "all_reduce" else transport.exchange_flags(0).wait()
     )
-    seconds = time.monotonic() - start
     transport.close(timeout_s=0)
     if transport.rank == 0 and how == "hangs":
         kill_stopped_siblings()
-    return (*outcome, seconds) if outcome else None
+    return outcome
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize("operation", ["all_reduce", "flags"])
 def test_a_lost_peer_raises_on_the_others(how: str, operation: str) -> None:
-    outcomes = launch(lose_a_peer, 3, how, operation, may_die=(1,), timeout_s=60)
+    outcomes = launch(lose_a_peer, 3, how, operation, may_die=(1,))
     assert outcomes[1] == DIED
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome is not None
-        kind, message, seconds = outcome
+        kind, message = outcome
         assert kind == "RuntimeError"
         assert message.startswith("Rank 1 (host ")
-        assert "timeout_s=3" in message
-        assert seconds < 30, "the timeout of 3 s, and what a busy machine adds"
+        assert f"timeout_s={TIMEOUTS_S[how]}" in message
