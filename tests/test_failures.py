@@ -297,6 +297,8 @@ def waiting_for(peer: int, **of_beat: Any) -> Beat:
         # who waits for any rank does not wait for one that waits for him
         ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0, waits=[ANY])], set(), ("absent", 1)),
         ([waiting_for(1), waiting_for(0), Beat(9, 9.0)], set(), ("unconnected", 1)),
+        # nobody is blamed again who has been lost before
+        ([waiting_for(1), Beat(left="", blames=1), Beat(9, 9.0)], set(), None),
         # who has ended its epoch alone
         ([waiting_for(2), waiting_for(0, ahead="it has ended"), waiting_for(1)], set(), ("ahead", 1)),
         ([waiting_for(1, ahead="it has ended"), waiting_for(0, ahead="it has ended")], set(), ("unconnected", 1)),

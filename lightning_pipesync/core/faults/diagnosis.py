@@ -61,7 +61,7 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     if ended:
         peer = min(ended)[1]
         return _fault("ended", peer, beats[peer], beats[peer].at)
-    peers = [wait.peer for wait in waits_here if wait.peer is not None]
+    peers = [wait.peer for wait in waits_here if wait.peer is not None and beats[wait.peer].left is None]
     return _fault("unconnected", peers[0], beats[peers[0]], since) if peers else None
 
 
