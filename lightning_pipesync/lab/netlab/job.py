@@ -151,7 +151,7 @@ class _Job:
     def supervise(self, timeout_s: float | None) -> bool:
         """Returns whether the timeout passed before all hosts, except frozen ones, had ended."""
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while any(host.running and not host.frozen for host in self.hosts):
+        while self._is_running:
             now = time.monotonic()
             if now >= deadline:
                 for host in self.hosts:
@@ -160,9 +160,15 @@ class _Job:
                 return True
             while self._due and self._due[0][0] <= now:
                 heapq.heappop(self._due)[2]()
+            if not self._is_running:  # only frozen hosts have been left
+                break
             next_due = min(deadline, self._due[0][0] if self._due else deadline)
             self._handle_events(None if next_due == float("inf") else max(0.0, next_due - time.monotonic()))
         return False
+
+    @property
+    def _is_running(self) -> bool:
+        return any(host.running and not host.frozen for host in self.hosts)
 
     def end(self) -> None:
         """Ends all processes of all hosts, and shows the rest of their output."""
