@@ -18,23 +18,39 @@ from lightning_pipesync import ParameterServerStrategy
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, raised
 from tests.lightning_models import SAMPLES, Classifier, dataset, train_loader, trainer, val_loader
+from tests.lost_ranks import wait_for
 
 EPOCHS = 3
 #: Of a batch: with 5 samples an epoch has 13 batches, so that one of two ranks has more of them at any pace.
 SIZES = {4: 16, 5: 13}
 
 
-class Uneven(Classifier):
-    """Rank 1 is slow; it has a scheduler that counts steps, and maybe one that waits for a metric."""
+#: Batches of 16 that rank 0 has begun before rank 1, which asks for one more ahead, trains on its first one.
+AHEAD = 11
 
-    def __init__(self, delay_s: float = 0.1, plateau: bool = False) -> None:
+
+class Uneven(Classifier):
+    """Rank 1 is slow; it has a scheduler that counts steps, and maybe one that waits for a metric.
+
+    Both have a batch of an epoch before one trains on it. Of 16 batches rank 0 has most, if the policy ``lets`` it.
+    """
+
+    def __init__(self, marks: Path, lets: bool = False, plateau: bool = False) -> None:
         super().__init__()
-        self.delay_s, self.plateau = delay_s, plateau
+        self.marks, self.lets, self.plateau = marks, lets, plateau
         self.of_epochs: list[list[int]] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        time.sleep(self.delay_s * self.global_rank)
+        self.mark(batch_idx, self.global_rank).touch()
+        if batch_idx == 0:
+            wait_for(self.mark(0, 1 - self.global_rank).exists)
+        if batch_idx == 0 and self.global_rank == 1 and self.lets:
+            wait_for(self.mark(AHEAD - 1, 0).exists)
+        time.sleep(0.1 * self.global_rank)
         return super().training_step(batch, batch_idx)
+
+    def mark(self, batch_idx: int, rank: int) -> Path:
+        return self.marks / f"rank {rank} has begun batch {batch_idx} of epoch {self.current_epoch}"
 
     def on_train_epoch_end(self) -> None:
         self.of_epochs.append([index for batch in self.seen for index in batch])
@@ -53,7 +69,9 @@ def strategy(**settings: Any) -> ParameterServerStrategy:
 
 
 def fit(folder: Path, policy: str, size: int = 4, num_workers: int = 0, resume: bool = False) -> dict[str, Any]:
-    module = Uneven(plateau=True)
+    marks = folder / ("resumed" if resume else "trained")
+    marks.mkdir(parents=True, exist_ok=True)
+    module = Uneven(marks, lets=policy == "async", plateau=True)
     checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     fitting = trainer(
         strategy(policy=policy), 2, folder, max_epochs=EPOCHS, enable_checkpointing=True, callbacks=[checkpoint]
@@ -66,7 +84,9 @@ def fit(folder: Path, policy: str, size: int = 4, num_workers: int = 0, resume: 
 
 def fit_until(folder: Path, accumulated: int, given: dict[str, Any]) -> tuple[list[list[int]], int]:
     """Returns the samples that a rank had in each epoch, and ``max_steps`` after the training."""
-    module = Uneven()
+    folder = folder / f"{accumulated} {given}"
+    folder.mkdir(exist_ok=True)
+    module = Uneven(folder)
     fitting = trainer(strategy(), 2, folder, accumulate_grad_batches=accumulated, **given)
     fitting.fit(module, train_loader(4), val_loader())
     return module.of_epochs, fitting.max_steps
@@ -81,7 +101,7 @@ def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
     callbacks = [ModelCheckpoint(folder, **settings.pop("saves"))] if "saves" in settings else []
     loader = settings.pop("loader") if "loader" in settings else train_loader()
     fitting = trainer(strategy(), 2, folder, callbacks=callbacks, enable_checkpointing=bool(callbacks), **settings)
-    return raised(lambda: fitting.fit(Uneven(0.0), loader, val_loader()))
+    return raised(lambda: fitting.fit(Uneven(folder), loader, val_loader()))
 
 
 #: The policy, the size of a batch, and the loader's workers, which are forked: first, before there are other threads.

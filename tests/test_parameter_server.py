@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipesync.methods.servers.messages import Update
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch, raised
+from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 from tests.server_runs import ServedRun, assert_weights
@@ -275,23 +278,37 @@ def check_log(policy: str, log: list[Update], world_size: int) -> None:
         assert all(update.lr_factor == 1 / max(1, update.staleness[0]) for update in log)
 
 
-def train_unevenly(settings: dict[str, Any], folder: Path, awaited: int, pause_s: float = 0.0) -> list[Update]:
-    """Trains with a rank 1 that takes its step `awaited` only when the others have ended, or after a pause."""
+def train_unevenly(settings: dict[str, Any], folder: Path, awaited: int) -> list[Update]:
+    """Trains with a rank 1 that takes its step `awaited` only when the others have ended, or are held up."""
     run = ServedRun(keep_log=True, **settings)
+    if run.rank == 0 and settings["policy"] == "ssp":
+        ahead = settings["staleness_bound"] + 1
+        Thread(target=tell_of_lead, args=(run.sync.log, ahead, folder / "held up")).start()
     for i in range(STEPS):
         if run.rank == 1 and i == awaited:
-            time.sleep(pause_s)
-            while not pause_s and len(list(folder.iterdir())) < 2:
-                time.sleep(0.01)
+            wait_for(lambda: (folder / "held up").exists() or len(list(folder.iterdir())) == 2)
+            time.sleep(0.5)  # in which nobody may get further ahead
         run.step(i)
     (folder / str(run.rank)).touch()
     run.end()
     return run.sync.log
 
 
+def tell_of_lead(log: list[Update], ahead: int, file: Path) -> None:
+    """Touches a file when a log of a training on 3 ranks has one that is so many steps ahead of another."""
+
+    def lead() -> int:
+        clocks = Counter({0: 0, 1: 0, 2: 0})
+        clocks.update(gradient.rank for update in list(log) for gradient in update.gradients)
+        return max(clocks.values()) - min(clocks.values())
+
+    wait_for(lambda: lead() == ahead)
+    file.touch()
+
+
 @pytest.mark.parametrize("bound", [0, 2])
 def test_nobody_is_further_ahead_than_the_bound(bound: int, tmp_path: Path) -> None:
-    log = launch(train_unevenly, 3, {"policy": "ssp", "staleness_bound": bound}, tmp_path, 3, 1.0)[0]
+    log = launch(train_unevenly, 3, {"policy": "ssp", "staleness_bound": bound}, tmp_path, 3)[0]
     clocks, furthest = [0, 0, 0], 0
     for update in log:
         clocks[update.gradients[0].rank] += 1

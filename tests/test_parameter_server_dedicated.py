@@ -92,14 +92,14 @@ def train_from_a_work_queue(timeout_s: float, pause_s: float) -> list[int]:
 
 def test_only_learners_take_batches_from_the_queue() -> None:
     """The server waits for longer than the timeout, as the learners are alive."""
-    serving, *learning = launch(train_from_a_work_queue, 3, 3.0, 1.6)
+    serving, *learning = launch(train_from_a_work_queue, 3, 10.0, 4.0)
     assert serving == []
     assert sorted(index for seen in learning for index in seen) == list(range(24))
     assert all(learning)
 
 
 def lose_learner() -> tuple[str, str] | None:
-    run = ServedRun(**SERVES, on_lost_rank="raise", timeout_s=4)
+    run = ServedRun(**SERVES, on_lost_rank="raise")
 
     def steps() -> None:
         try:
@@ -123,7 +123,7 @@ def test_a_dedicated_server_names_a_lost_learner() -> None:
 
 
 def end_without_a_flush() -> tuple[str, str] | None:
-    run = ServedRun(**SERVES, on_lost_rank="raise", timeout_s=4)
+    run = ServedRun(**SERVES, on_lost_rank="raise", timeout_s=10)
     if run.sync.only_serves:
         return raised(run.sync.flush)
     run.step(0)
@@ -132,7 +132,7 @@ def end_without_a_flush() -> tuple[str, str] | None:
 
 
 def test_a_dedicated_server_does_not_wait_for_ever_for_a_learner_that_has_ended() -> None:
-    outcome = launch(end_without_a_flush, 2, timeout_s=60)[0]
+    outcome = launch(end_without_a_flush, 2)[0]
     assert outcome is not None
     assert "Rank 1 (host " in outcome[1]
 

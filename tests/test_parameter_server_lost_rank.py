@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,11 +20,12 @@ from lightning_pipesync.methods.servers.coordinator import Coordinator
 from lightning_pipesync.methods.servers.messages import Decision, Gradient, Request, UpdateSettings
 from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 from tests.harness import DIED, launch, raised
+from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
 from tests.server_runs import ServedRun, assert_weights
 
-STEPS, LOST_AT, TIMEOUT_S = 12, 5, 6
+STEPS, LOST_AT, TIMEOUT_S = 12, 5, 15
 
 POLICIES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -40,13 +42,15 @@ POLICIES: dict[str, dict[str, Any]] = {
 CONTINUES: dict[str, Any] = {"servers": 1, "on_lost_rank": "continue", "timeout_s": TIMEOUT_S}
 
 
-def freeze(seconds: float) -> None:
-    """Stops this process; a child of it wakes it up."""
+def freeze(until: Path) -> None:
+    """Stops this process; a child of it wakes it up when a file exists."""
+    process = os.getpid()
     if os.fork() == 0:
-        time.sleep(seconds)
-        os.kill(os.getppid(), signal.SIGCONT)
+        with suppress(AssertionError):
+            wait_for(until.exists)
+        os.kill(process, signal.SIGCONT)
         os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(process, signal.SIGSTOP)
 
 
 def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dict[str, Any]:
@@ -60,9 +64,10 @@ def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dic
             if rank == last and i == LOST_AT:
                 if fate == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
-                freeze(2.5 * TIMEOUT_S)
+                freeze(folder / "continued")
             run.step(i)
         sync.flush()
+    (folder / "continued").touch()
     saved = sync.optimizer_state_dict()
     while fate == "freezes" and rank == 0 and not (folder / "told").exists():
         time.sleep(0.1)
@@ -208,7 +213,7 @@ def freeze_in_a_wait(folder: Path) -> tuple[str, str] | None:
         run = ServedRun(policy="sync", **CONTINUES)
         rank = run.rank
         if rank == 2:
-            threading.Timer(1.0, freeze, [2.5 * TIMEOUT_S]).start()
+            threading.Timer(1.0, freeze, [folder / "lost"]).start()
         while rank == 0 and not any("Lost rank 2" in str(one.message) for one in said):
             time.sleep(0.1)
     if rank == 0:
@@ -282,7 +287,11 @@ def lose_one_after_the_other(folder: Path) -> Any:
                 (folder / str(lost)).write_text(str(said[-1].message))
             while not (folder / str(lost)).exists():
                 time.sleep(0.1)
-    time.sleep(1.0)  # so that rank 1 has missed rank 2, too
+    lost_to_this_rank = run.sync.transport.watch._heartbeat._forgotten
+    if rank == 1:
+        wait_for(lambda: {2, 3} <= lost_to_this_rank)
+        (folder / "missed").touch()
+    wait_for((folder / "missed").exists)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return raised(lambda: [run.sync.step() for _ in range(STEPS)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,33 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.fabric import ParameterServerFabricStrategy
 from tests.harness import launch, raised
+from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 
 SETTINGS: dict[str, Any] = {"policy": "async", "partition": "work_queue", "timeout_s": 60}
-SAMPLES, BATCH_SIZE, EPOCHS, DELAY_S = 80, 4, 2, 0.1
+SAMPLES, BATCH_SIZE, EPOCHS = 80, 4, 2
+#: Batches of 20 that rank 0 has before rank 1, which asks for one more ahead, trains on its second one.
+AHEAD = 12
 
 
 def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH_SIZE, shuffle=True)
 
 
-def train_with_fabric() -> dict[str, Any]:
+def take_turns(folder: Path, epoch: int, number: int, rank: int) -> None:
+    """Has both get a batch before one trains, and rank 0 more than half of them before rank 1 trains on its second."""
+
+    def mark(rank: int, number: int) -> Path:
+        return folder / f"rank {rank} has batch {number} of epoch {epoch}"
+
+    mark(rank, number).touch()
+    if number == 0:
+        wait_for(mark(1 - rank, 0).exists)
+    if number == rank == 1:
+        wait_for(mark(0, AHEAD - 1).exists)
+
+
+def train_with_fabric(folder: Path) -> dict[str, Any]:
     fabric = Fabric(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ParameterServerFabricStrategy(**SETTINGS)
     )
@@ -37,9 +52,9 @@ def train_with_fabric() -> dict[str, Any]:
         loader.set_epoch(epoch)
         for number, (indices,) in enumerate(loader):
             seen.append(indices.tolist())
+            take_turns(folder, epoch, number, fabric.global_rank)
             optimizer.zero_grad()
             fabric.backward(loss(model, number, fabric.global_rank))
-            time.sleep(DELAY_S * fabric.global_rank)
             optimizer.step()
         with fabric.strategy.consolidated():
             weights = {name: value.clone() for name, value in state(model).items()}
@@ -65,9 +80,9 @@ def train_with_accelerate(folder: Path) -> dict[str, Any]:
         loader.set_epoch(epoch)
         for number, (indices,) in enumerate(loader):
             seen.append(indices.tolist())
+            take_turns(folder, epoch, number, rank)
             with accelerator.accumulate(model):
                 accelerator.backward(loss(model, number, rank))
-                time.sleep(DELAY_S * rank)
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.save_state(str(folder))
@@ -80,7 +95,7 @@ def train_with_accelerate(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("framework", ["fabric", "accelerate"])
 def test_each_rank_takes_its_next_batch_from_the_queue(framework: str, tmp_path: Path) -> None:
     if framework == "fabric":
-        fast, slow = launch(train_with_fabric, 2, init=False)
+        fast, slow = launch(train_with_fabric, 2, tmp_path, init=False)
     else:
         fast, slow = launch(train_with_accelerate, 2, tmp_path, init=False)
     everything = sorted(index for outcome in (fast, slow) for batch in outcome["seen"] for index in batch)
