@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -97,29 +96,6 @@ def backward_once(model: BenchModel, rank: int = 0) -> torch.Tensor:
     return loss
 
 
-def test_time_is_that_asked_for() -> None:
-    """No more in the quickest of some steps, as a busy machine may hold up the others; and no less in most.
-
-    A pass that was held up makes the next one shorter: the sum is right.
-    """
-    forward, backward = 0.2, 0.4
-    model = build_model("emulated-densenet201", scale=1e-3, forward_seconds=forward, backward_seconds=backward)
-    backward_once(model)
-    batch = model.make_batch(0)
-    took: list[tuple[float, float]] = []
-    for _ in range(5):
-        model.module.zero_grad()
-        begin = time.perf_counter()
-        loss = model.loss(model.module, batch)
-        between = time.perf_counter()
-        loss.backward()
-        took.append((between - begin, time.perf_counter() - between))
-    for asked, seconds in zip((forward, backward), zip(*took, strict=True), strict=True):
-        assert 0.95 * asked < statistics.median(seconds)
-        assert min(seconds) < 1.25 * asked
-    assert 0.95 * 5 * (forward + backward) < sum(map(sum, took))
-
-
 class Clock:
     """Replaces the module ``time``: a sleep takes half as long again as it was asked to."""
 
@@ -178,6 +154,21 @@ def test_compute_forgives_a_long_stop(clock: Clock) -> None:
     assert clock.now - begin == pytest.approx(0.9, abs=0.02)
 
 
+def test_time_is_that_asked_for(clock: Clock) -> None:
+    """With sleeps that are too long, and layers that compute besides."""
+    forward, backward = 0.2, 0.4
+    model = build_model("emulated-densenet201", scale=1e-3, forward_seconds=forward, backward_seconds=backward)
+    batch = model.make_batch(0)
+    for _ in range(5):
+        model.module.zero_grad()
+        begin = clock.now
+        loss = model.loss(model.module, batch)
+        between = clock.now
+        loss.backward()
+        assert between - begin == pytest.approx(forward, rel=0.05)
+        assert clock.now - between == pytest.approx(backward, rel=0.05)
+
+
 def test_last_layer_is_ready_first(clock: Clock) -> None:
     model = build_model("emulated-resnet50", scale=1e-3, forward_seconds=0.01, backward_seconds=0.1)
     ready: list[tuple[str, float]] = []
@@ -207,7 +198,7 @@ def test_gradients_accumulate_and_are_not_copied() -> None:
 
 def test_time_can_be_changed_between_steps() -> None:
     model = build_model("emulated-resnet50", scale=1e-3)
-    model.module.compute.forward_seconds = 0.2
+    model.module.compute.forward_seconds = 0.2  # by the machine's own clock
     begin = time.perf_counter()
     with torch.no_grad():
         model.module(model.make_batch(0))

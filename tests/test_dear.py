@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from functools import cache, partial
 from itertools import product
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_refused, on_ranks, raised
+from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, Run, assert_same, batch, loss, seeded_mlp, state, train_ddp
 
 STEPS = 12
@@ -159,7 +160,8 @@ def test_a_state_dict_is_up_to_date() -> None:
 
 
 def backward_begins(i: int, events: list[str], *_: Any) -> None:
-    time.sleep(0.05)  # the other thread's turn
+    if i == 0:
+        wait_for(lambda: "reduce_scatter 2" in events)
     events.append(f"backward {i}")
 
 
@@ -212,18 +214,18 @@ def test_both_pipes() -> None:
 
 
 def gathered_in_step(overlap: str) -> list[bool]:
-    """Returns after each step but the first whether all weights have arrived; the network is slow."""
+    """Returns after each step whether all weights have arrived; with an overlap none does before."""
     run = Run(DeAR, overlap=overlap, fusion="none")
     sync = run.sync
     all_gather = sync.transport.all_gather
-    num_ended = 0
+    num_ended, may_arrive = 0, Event()
 
     def slow(flat: Tensor, **settings: Any) -> Handle[Tensor]:
         gathered = all_gather(flat, **settings)
 
         def wait() -> Tensor:
             nonlocal num_ended
-            time.sleep(0.02)
+            assert may_arrive.wait(60)
             result = gathered.wait()
             num_ended += 1
             return result
@@ -234,8 +236,10 @@ def gathered_in_step(overlap: str) -> list[bool]:
     have_arrived = []
     for i in range(4):
         num_ended = 0
+        may_arrive.clear() if overlap == "forward" else may_arrive.set()
         run.step(i)
         have_arrived.append(num_ended == len(sync._fused.buckets))
+        may_arrive.set()
         sync.synchronize()
     sync.detach()
     return have_arrived

@@ -16,7 +16,7 @@ from lightning_pipesync.core.torch_private import tree_flatten
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
 from tests.reference_training_data import inject
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 def mailboxes(world_size):

@@ -19,13 +19,13 @@ STRANGERS = (None, b"", b"x" * 32, b"x" * 3)
 
 def meet_strangers() -> tuple[bytes, list[bytes]]:
     """Returns what arrives over the accepted connection, and what the strangers on rank 0 get to read."""
-    job_sockets.TOKEN_S = 0.2
+    job_sockets.TOKEN_S = 3.0
     with JobSockets(backlog=8) as sockets:
         strangers = []
         if dist.get_rank() == 0:
             for words in STRANGERS:
                 stranger = socket.create_connection(sockets.addresses[0])
-                stranger.settimeout(10)
+                stranger.settimeout(60)
                 strangers.append(stranger)
                 if words is not None:
                     stranger.sendall(words)

@@ -162,7 +162,7 @@ def test_slurm_requeues_a_job_whose_time_is_up(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("waits")  # the trap is set
         process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not requeued.exists() or not requeued.read_text():
             assert time.monotonic() < deadline, "it was not requeued"
             time.sleep(0.02)

@@ -223,7 +223,8 @@ def test_what_becomes_slower_is_told_where_it_does(trained: Outcomes) -> None:
     (rows, first), (_, second) = trained["slow"]
     waited = [row["step_report/waited"] for row in rows if "step_report/waited" in row]
     assert all(0 <= share <= 1 for share in waited)
-    assert waited[-1] > 0.5 > waited[0], "the others wait for rank 1"
+    before = sorted(waited[:9])  # 36 batches: in a few of them a busy machine may hold up rank 1, too
+    assert waited[-1] > 0.5 > before[4], "the others wait for rank 1"
     assert most_times_as_long(second) > 2 * most_times_as_long(first), "a busy machine slows both a little"
     assert not any("was planned" in text for text in first)
 

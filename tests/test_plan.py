@@ -204,11 +204,11 @@ def test_a_wait_after_the_last_gradient_is_no_computation() -> None:
         loss = module(torch.ones(2)).sum()
         recorder.begin_backward()
         loss.backward()
-        time.sleep(0.2)
+        time.sleep(1.0)
         recorder.begin_update()
         assert recorder.end()
     profile = recorder.profile()
-    assert profile.backward == max(tensor.ready for tensor in profile.tensors) < 0.1
+    assert profile.backward == max(tensor.ready for tensor in profile.tensors) < 0.5
     assert recorder.num_steps == 3
     recorder.begin_forward()
     assert not recorder.end()  # a batch that is accumulated

@@ -21,7 +21,7 @@ from tests.case_table import launch_cases
 from tests.lightning_models import Classifier, train_loader, trainer
 
 #: Seconds that rank 1 computes for longer in each step, and the others wait.
-LATE = 0.05
+LATE = 0.3
 
 
 def text_of(*ranks: RankTimes) -> list[str]:

@@ -25,7 +25,7 @@ Transport().close()
 @pytest.mark.parametrize(("last", "is_open"), [("", False), ("dist.destroy_process_group()", False), ("1 / 0", True)])
 def test_groups_are_destroyed_before_the_interpreter_ends(last: str, is_open: bool) -> None:
     script = SCRIPT.format(port=free_port(), last=last)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert f"open at the end: {is_open}" in result.stdout, result.stderr
     assert result.returncode == (1 if "/" in last else 0), result.stderr
 
@@ -48,7 +48,7 @@ destroy_process_groups_at_shutdown()
 def test_the_default_group_ends_with_its_threads() -> None:
     """A thread that outlives it may release a tensor while the interpreter shuts down, which aborts the process."""
     script = THREADS.format(port=free_port())
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     before, _, at_the_end = result.stdout.partition("at the end:")
     assert "gloo" in before

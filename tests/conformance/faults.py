@@ -25,13 +25,12 @@ from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.training import Checkpoint, Options
 from tests.harness import free_port
+from tests.lost_ranks import be_patient
 
 #: Seconds after which a method counts a rank as lost, where that is how it is found out; otherwise far longer.
-HANG_TIMEOUT_S, TIMEOUT_S = 10, 300
-#: How long it hangs, and then ends: nobody waits for that.
-HANGS_S = 30
+HANG_TIMEOUT_S, TIMEOUT_S = 20, 300
 #: Seconds after which a rank that is still there has hung: it prints its stacks, and ends.
-HUNG_S = 150
+HUNG_S = 250
 #: What befalls rank 1 of the jobs that run at the same time.
 WAVES = (("killed",), ("hangs", "raises"), ("interrupted",))
 
@@ -42,8 +41,10 @@ def wait_for_signal(mark: Path) -> None:
     time.sleep(HUNG_S)
 
 
-def hang() -> None:
-    time.sleep(HANGS_S)
+def hang(found: Path) -> None:
+    """Hangs until the other rank has found it: that one must not wait for its end."""
+    while not found.exists():
+        time.sleep(0.1)
     os._exit(1)
 
 
@@ -58,10 +59,11 @@ def kill() -> None:
 def run_rank(job: str, folder: Path) -> None:
     """Trains until rank 1 is lost, writes down what this rank finds, and raises it."""
     faulthandler.dump_traceback_later(HUNG_S, exit=True)
+    be_patient()
     how, framework, name = job.split()
     fault = {
         "killed": kill,
-        "hangs": hang,
+        "hangs": partial(hang, folder / f"{job} 0"),
         "raises": raise_error,
         "interrupted": partial(wait_for_signal, folder / f"{job} waits"),
     }[how]
@@ -69,13 +71,12 @@ def run_rank(job: str, folder: Path) -> None:
         dist.init_process_group("gloo")
     method = METHODS[name]
     settings = {**method.typical[0], "timeout_s": HANG_TIMEOUT_S if how == "hangs" else TIMEOUT_S}
-    start = time.monotonic()
     try:
         save = Checkpoint(folder / job, at=100)  # if at all, because of the error
         train(framework, method, settings, Options(fault=fault), save=save)
     except Exception as error:
-        found = [type(error).__name__, str(error), time.monotonic() - start]
-        (folder / f"{job} {os.environ['RANK']}").write_text(json.dumps(found))
+        found = folder / f"{job} {os.environ['RANK']}"
+        found.write_text(json.dumps([type(error).__name__, str(error)]))
         raise
 
 
