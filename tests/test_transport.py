@@ -265,6 +265,28 @@ def test_tensors_of_the_host_never_go_to_nccl() -> None:
     assert launch(of_the_host_beside_nccl, 2) == [[3.0, 1.5]] * 2
 
 
+def all_kinds_on_one_rank() -> list[torch.Tensor]:
+    transport, results = Transport(timeout_s=60), []
+    for dtype in DTYPES:
+        for numel in SIZES:
+            flat = values(numel, dtype, 0)
+            transport.all_reduce(flat, shard_hook=lambda own: own.add_(1)).wait()
+            results += [flat.clone(), transport.reduce_scatter(flat).wait().clone(), transport.all_gather(flat).wait()]
+    transport.close()
+    return results
+
+
+def all_kinds_without_and_with_an_exchange() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    without = all_kinds_on_one_rank()
+    with mock.patch.object(Transport, "_alone", False):
+        return without, all_kinds_on_one_rank()
+
+
+def test_one_rank_gets_what_an_exchange_would_give() -> None:
+    [(without, exchanged)] = launch(all_kinds_without_and_with_an_exchange, 1)
+    assert all(map(torch.equal, without, exchanged))
+
+
 def any_order() -> bool:
     transport = Transport(timeout_s=60)
     flats = [values(3000 + i, torch.float32, transport.rank) for i in range(8)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.conformance.training import Options
 from tests.harness import launch
@@ -43,6 +45,36 @@ def launch_on_device(
 ) -> list[Any]:
     """Calls ``function(*args)`` on ``world_size`` ranks, all of which use the one device."""
     return launch(partial(_use_device, function), world_size, *args, init=init, timeout_s=timeout_s, spawn=True)
+
+
+def launch_over_nccl(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """As :func:`launch_on_device`; NCCL takes each rank for a host of its own, so that they may share the device."""
+    return launch_on_device(partial(_on_own_host, function), world_size, *args, **options)
+
+
+@cache
+def why_not_over_nccl() -> str:
+    """Returns why NCCL does not carry tensors between two ranks that share the device; empty if it does."""
+    try:
+        [result, _] = launch_over_nccl(_sum_over_nccl, 2, timeout_s=120)
+    except AssertionError as error:  # they wait for ever, or have died
+        return str(error)
+    return str(result)
+
+
+def _sum_over_nccl() -> str:
+    try:
+        ones = torch.ones(1000, device=DEVICE)
+        dist.all_reduce(ones, group=dist.new_group(backend="nccl", timeout=timedelta(seconds=60)))
+        return "" if bool((ones == 2).all()) else f"a sum of ones over two ranks was {ones.unique().tolist()}"
+    except RuntimeError as error:  # such as "Duplicate GPU detected"
+        return str(error)
+
+
+def _on_own_host(function: Callable[..., Any], *args: Any) -> Any:
+    os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on
+    return function(*args)
 
 
 def _use_device(function: Callable[..., Any], *args: Any) -> Any:

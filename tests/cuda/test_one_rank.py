@@ -1,18 +1,22 @@
 """Every method on every framework, on one rank with NCCL: what the framework trains with DistributedDataParallel.
 
-The transport sends nothing to itself; hooks, streams and updates are those of many ranks.
+Hooks, streams and updates are those of many ranks. One rank exchanges nothing, except in a plain loop, which is tested
+with the collectives of NCCL, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from lightning_pipesync.core.comm.collectives import Collectives
 from tests.case_table import Outcomes, launch_cases
 from tests.conformance.cases import CASES, PAIRS, cases_of
 from tests.conformance.loops import run_loop
@@ -55,6 +59,12 @@ def train_also_virtually(
     return result, run_loop(OneStageLoop, method, settings, options, batches_of(result.seen))
 
 
+def through_nccl(train: Callable[..., Any], *args: Any) -> Any:
+    """Trains with collectives of NCCL that this rank, which is alone, would leave out."""
+    with patch.object(Collectives, "_alone", False):
+        return train(*args)
+
+
 @cache
 def outcomes_of(framework: str) -> Outcomes:
     """Trains by DistributedDataParallel and by every method that the framework has."""
@@ -67,7 +77,10 @@ def outcomes_of(framework: str) -> Outcomes:
             settings = on_one_rank(method, exact_settings(framework, method))
             for case in cases_of(framework, method):
                 options = on_device(CASES[case], ranks=1)
-                cases[method.name, case] = partial(train_also_virtually, framework, method, settings, options)
+                training = partial(train_also_virtually, framework, method, settings, options)
+                cases[method.name, case] = training
+                if framework == "plain":
+                    cases[method.name, case, "through NCCL"] = partial(through_nccl, training)
             typical = on_one_rank(method, method.typical[0])
             run = partial(train, framework, method, typical, RESUMED[framework])
             path = Path(directory) / method.name
@@ -77,13 +90,9 @@ def outcomes_of(framework: str) -> Outcomes:
         return launch_cases(cases, 1, init=framework == "plain", launch=launch_on_device)
 
 
-@pytest.mark.parametrize(
-    ("framework", "name", "case"), [(*pair, case) for pair in PAIRS for case in cases_of(pair[0], METHODS[pair[1]])]
-)
-def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
-    """Bit for bit, and so is the loss scale; a pipeline of one stage is the one without a transport."""
-    outcomes, method = outcomes_of(framework), METHODS[name]
-    [(actual, virtual)] = outcomes[name, case]
+def assert_is_ddp(framework: str, method: Method, case: str, key: tuple[str, ...]) -> None:
+    outcomes = outcomes_of(framework)
+    [(actual, virtual)] = outcomes[key]
     expected = virtual or outcomes["ddp", case][0]
     assert batches_of(actual.seen) == expected.seen
     assert actual.scale == expected.scale
@@ -91,6 +100,21 @@ def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
         torch.testing.assert_close(actual.weights, expected.weights)
     else:
         assert_equal(actual.weights, expected.weights)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "case"), [(*pair, case) for pair in PAIRS for case in cases_of(pair[0], METHODS[pair[1]])]
+)
+def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
+    """Bit for bit, and so is the loss scale; a pipeline of one stage is the one without a transport."""
+    assert_is_ddp(framework, METHODS[name], case, (name, case))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name in METHODS for case in cases_of("plain", METHODS[name])]
+)
+def test_exact_settings_are_ddp_through_nccl(name: str, case: str) -> None:
+    assert_is_ddp("plain", METHODS[name], case, (name, case, "through NCCL"))
 
 
 @pytest.mark.parametrize(("framework", "name"), PAIRS)

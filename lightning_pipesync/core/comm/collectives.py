@@ -129,7 +129,7 @@ class Collectives:
         """
         codec = self._check(flat, codec, mean)
         self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
-        if self.world_size == 1 and shard_hook is not None:
+        if self._alone and shard_hook is not None:
             shard_hook(flat)
         start = self._exchange_of(flat).all_reduce
         handle = self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, shard_hook))
@@ -270,6 +270,11 @@ class Collectives:
     def _gather_bytes_in_row(self, torus: Torus, flat: Tensor) -> int:
         return flat[torus.row_slice(flat.numel(), self.rank)].nbytes * (torus.columns - 1)
 
+    @property
+    def _alone(self) -> bool:
+        """Whether there is no other rank, so that nothing is exchanged."""
+        return self.world_size == 1
+
     def _exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange | TorusExchange:
         # NCCL carries no tensor of the host, such as a buffer that a user keeps there.
         return self._exchange if flat.is_cuda or self._nccl is None else self._gloo
@@ -280,7 +285,7 @@ class Collectives:
     def _launch(
         self, kind: str, flat: Tensor, start: Callable[[Tensor], Callable[[], Tensor]], part: slice | None = None
     ) -> Handle[Tensor]:
-        if self.world_size == 1:
+        if self._alone:
             return self._handle(kind, lambda: flat)
         if not self._staged(flat):
             return self._handle(kind, start(flat), finishes_early=self._exchange_of(flat) is self._gloo)
