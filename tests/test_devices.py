@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipesync import DeAR, LocalSGD, PipeSGD, SelSync
+from lightning_pipesync import DeAR, EAPipe, LocalSGD, ParameterServer, PipeSGD, SelSync
 from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import launch
+from tests.harness import launch, on_ranks
 from tests.models import OPTIMIZERS, loss, seeded_mlp
+from tests.streams import streams
 from tests.streams.device import cuda
 from tests.streams.streams import own_device
 
@@ -65,6 +66,53 @@ def waits_by_step(make: Callable[..., SyncMethod], settings: dict[str, Any], cli
         waits.append(counted.number)
     sync.detach()
     return waits[-4:]  # the first steps measure and observe
+
+
+def train_with_servers(num_steps: int) -> None:
+    model, x = seeded_mlp().to(own_device()), torch.ones(4, 6).to(own_device())
+    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+    optimizer = torch.optim.SGD([{"params": matrices}, {"params": others, "weight_decay": 0.1}], lr=0.1)
+    sync = ParameterServer(model, optimizer, policy="sync", servers=1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        sync.step()
+    sync.detach()
+
+
+def train_a_pipeline(num_steps: int) -> None:
+    model, x = seeded_mlp().to(own_device()), torch.ones(4, 6).to(own_device())
+    engine = EAPipe(model, None, partial(torch.optim.SGD, lr=0.1), split=(2,))
+    for _ in range(num_steps):
+        engine.feed(lambda: x, lambda output, part: output.square().mean())
+        if engine.backward():
+            engine.step()
+    engine.flush(engine.step)
+    engine.detach()
+
+
+def copies_and_waits(run: Callable[[int], None], num_steps: int) -> tuple[int, int, int]:
+    streams.host_waits.clear()
+    streams.num_copies_to_host = 0
+    with cuda():
+        run(num_steps)
+    training = streams.host_waits["MainThread"]
+    return streams.num_copies_to_host, training, streams.host_waits.total() - training
+
+
+def in_a_step(run: Callable[[int], None]) -> tuple[float, ...]:
+    few, many = copies_and_waits(run, 8), copies_and_waits(run, 16)
+    return tuple((after - before) / 8 for before, after in zip(few, many, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("run", "world_size", "of_ranks"),
+    [(train_with_servers, 3, [(2, 0, 4), (2, 0, 1), (2, 0, 1)]), (train_a_pipeline, 2, [(1, 0, 1), (1, 0, 1)])],
+)
+def test_copies_to_the_host_and_waits_for_them_in_a_step(
+    run: Callable[[int], None], world_size: int, of_ranks: list[tuple[int, int, int]]
+) -> None:
+    assert on_ranks(in_a_step, world_size, run) == of_ranks
 
 
 @cache

@@ -11,9 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipesync.core.comm.handle import CPU
+from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.comm.wire import packed, start_unpacking
 from tests.harness import launch, raised
+
+COPIES = HostCopies(CPU)
 
 
 class Touches:
@@ -34,9 +38,9 @@ def send_pickles(path: Path) -> tuple[Any, ...]:
     for index, tree in enumerate(trees):
         messages = transport._series(10 + index)
         if dist.get_rank() == 1:
-            for work in [messages.start_sending(part, 0) for part in packed(tree, objects=True)[:1]]:
+            for work in [messages.start_sending(part, 0) for part in packed(tree, COPIES, objects=True).wait()[:1]]:
                 messages.wait_sent(work, 0)
-            outcomes.append(raised(lambda tree=tree: packed(tree)))
+            outcomes.append(raised(lambda tree=tree: packed(tree, COPIES)))
         else:
             outcomes.append(raised(lambda messages=messages: start_unpacking(messages, 1, torch.device("cpu"))()))
     sent = {"x": Touches(path)} if dist.get_rank() == 1 else {"x": 1}
@@ -74,7 +78,9 @@ def exchange() -> list[Any]:
     ]
     if dist.get_rank() == 1:
         works = [
-            messages.start_sending(part, 0) for tree in both for part in packed(tree, torch.bfloat16, objects=True)
+            messages.start_sending(part, 0)
+            for tree in both
+            for part in packed(tree, COPIES, torch.bfloat16, objects=True).wait()
         ]
         for work in works:
             messages.wait_sent(work, 0)

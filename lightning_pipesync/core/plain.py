@@ -30,6 +30,18 @@ def encode(value: Any, number: Callable[[Tensor], int]) -> str:
     return json.dumps(_encoded(value, number), separators=(",", ":"))
 
 
+def tensors_among(value: Any) -> list[Tensor]:
+    """Returns the tensors among plain values, in order; raises as :func:`encode` does."""
+    tensors: list[Tensor] = []
+
+    def found(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors)
+
+    _encoded(value, found)
+    return tensors
+
+
 def decode(text: str, tensor: Callable[[int], Any]) -> Any:
     """Returns what :func:`encode` was given; ``tensor`` returns the tensor of a number.
 

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tests.streams import memory
-from tests.streams.streams import HOST, LOCK, current_stream, place, reports
+from tests.streams import memory, streams
+from tests.streams.streams import HOST, LOCK, current_stream, place, reports, wait_on_host
 
 #: Operations that may have tensors of the host and of the device; the host waits for them unless ``non_blocking``.
 COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
@@ -115,7 +115,9 @@ def _note(name: str, reads: list[Tensor], writes: list[Tensor], results: list[Te
             if tensor.dim():
                 reports[f"device: a tensor of the host in {where}"] += 1
     if waits:
-        HOST.merge(stream.clock)
+        wait_on_host(stream.clock)
+    if name in COPIES and devices and not all(is_on_device(tensor) for tensor in [*writes, *made]):
+        streams.num_copies_to_host += 1
 
 
 def _is_over_nccl(args: Any) -> bool:

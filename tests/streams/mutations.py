@@ -9,10 +9,21 @@ from typing import Any
 
 import lightning_pipesync
 from tests.streams.streams import CALLS, Wait
-from tests.streams.trainings import Training, drop_a_handle, receive_ahead, train
+from tests.streams.trainings import (
+    Training,
+    copy_and_free,
+    drop_a_handle,
+    load_and_train,
+    receive_ahead,
+    receive_from_own_server,
+    train,
+)
 
 SMALL_BUCKETS = {"bucket_mb": 1e-3}
 DEAR = Training("dear", SMALL_BUCKETS)
+SERVERS = Training("parameter_server", {"policy": "sync", "fetch_compression": "int8"})
+#: Its learners push, and wait for nothing.
+DOWNPOUR = Training("parameter_server", {"policy": "downpour", "n_push": 1, "n_fetch": 100}, flushes=False)
 
 #: By the wait, a run that is not in order without it, on some rank.
 MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
@@ -24,6 +35,15 @@ MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
     Wait("record_stream", "nccl.py", "_enqueue"): (drop_a_handle, ()),
     Wait("wait_stream", "backpipe.py", "_reduce"): (train, (Training("dear", stream_per_layer=True),)),
     Wait("record_stream", "channel.py", "receive"): (receive_ahead, ()),
+    Wait("wait_stream", "host_copies.py", "start"): (train, (SERVERS,)),
+    Wait("record_stream", "host_copies.py", "start"): (copy_and_free, ()),
+    Wait("synchronize", "wire.py", "wait"): (train, (SERVERS,)),
+    Wait("synchronize", "mail.py", "deliver"): (train, (SERVERS,)),
+    Wait("wait_stream", "server.py", "__init__"): (train, (SERVERS,)),
+    Wait("wait_event", "server.py", "reload"): (load_and_train, ({"policy": "sync"},)),
+    Wait("wait_stream", "server.py", "close"): (train, (DOWNPOUR,)),
+    Wait("record_stream", "server.py", "_follow"): (train, (DOWNPOUR,)),
+    Wait("record_stream", "shards.py", "receive"): (receive_from_own_server, ()),
     Wait("synchronize", "norm.py", "item"): (train, (Training("selsync", {"delta": 0.01}),)),
     Wait("synchronize", "clock.py", "seconds_between"): (train, (DEAR,)),
 }
@@ -34,12 +54,13 @@ def waits_in_package() -> Iterator[Wait]:
 
     Not ``torch.cuda.synchronize``, which waits for the whole device, nor the methods' own ``synchronize``.
     """
-    for path in Path(lightning_pipesync.__file__).parent.rglob("*.py"):
+    root = Path(lightning_pipesync.__file__).parent
+    for path in root.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 for node in _own_nodes(function):
                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
-                        of_event = node.func.attr != "synchronize" or path.parent.name == "core"
+                        of_event = node.func.attr != "synchronize" or path.is_relative_to(root / "core")
                         if of_event and ast.unparse(node.func) != "torch.cuda.synchronize":
                             yield Wait(node.func.attr, path.name, function.name)
 

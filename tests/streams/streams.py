@@ -40,6 +40,10 @@ DEPTH = 4
 
 #: What is not in order, and how often it was found.
 reports: Counter[str] = Counter()
+#: How often the host has waited for a device, by the name of the thread.
+host_waits: Counter[str] = Counter()
+#: How many tensors were copied to the host.
+num_copies_to_host = 0
 
 
 class Wait(NamedTuple):
@@ -92,6 +96,14 @@ class Party:
 HOST = Party("host")
 
 
+def wait_on_host(clock: dict[int, int]) -> None:
+    if threading.current_thread() is not threading.main_thread():  # whose device the user sets
+        with_index()
+    with LOCK:
+        HOST.merge(clock)
+        host_waits[threading.current_thread().name] += 1
+
+
 class Stream(Party):
     """``torch.cuda.Stream``."""
 
@@ -117,14 +129,13 @@ class Stream(Party):
 
     def synchronize(self) -> None:
         if not is_removed("synchronize"):
-            with LOCK:
-                HOST.merge(self.clock)
+            wait_on_host(self.clock)
 
 
 class Event:
     """``torch.cuda.Event``."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.clock: dict[int, int] = {}
         self._time = 0.0
 
@@ -136,8 +147,7 @@ class Event:
 
     def synchronize(self) -> None:
         if not is_removed("synchronize"):
-            with LOCK:
-                HOST.merge(self.clock)
+            wait_on_host(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):

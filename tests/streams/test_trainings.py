@@ -10,7 +10,17 @@ import torch
 
 from tests.conformance.training import Options
 from tests.harness import call_on_hosts, on_ranks
-from tests.streams.trainings import Training, checked, drop_a_handle, receive_ahead, train, train_as_others
+from tests.streams.trainings import (
+    Training,
+    checked,
+    copy_and_free,
+    drop_a_handle,
+    load_and_train,
+    receive_ahead,
+    receive_from_own_server,
+    train,
+    train_as_others,
+)
 
 SMALL = {"bucket_mb": 1e-3}
 BUFFER: dict[str, Any] = {"fusion": "buffer", **SMALL}
@@ -70,6 +80,15 @@ TRAININGS: dict[str, list[Training]] = {
         Training("local_sgd", {"period": 2, "warmup_steps": 3}, stream_per_layer=True),
         Training("local_sgd", {"period": 2, "elastic_force": 0.3}),
     ],
+    "parameter_server": [
+        Training("parameter_server", {"policy": "sync"}, "AdamW", clips=True, side_stream=True),
+        Training("parameter_server", {"policy": "sync", "compression": "int8", "fetch_compression": "int8"}),
+        Training("parameter_server", {"policy": "k_async", "servers": 1}, side_stream=True),
+        Training("parameter_server", {"policy": "k_async", "delay_compensation": "dc_asgd"}),
+        Training("parameter_server", {"policy": "k_async", "staleness_lr": "distance"}),
+        Training("parameter_server", {"policy": "downpour", "n_push": 2, "n_fetch": 3}, side_stream=True),
+        Training("parameter_server", {"policy": "easgd", "period": 2}, side_stream=True),
+    ],
     "16 bits": [
         Training("dear", BUFFER, dtype=torch.bfloat16),
         Training("dear", {**BUFFER, "update": "sharded"}, "AdamW", clips=True, dtype=torch.float16),
@@ -107,6 +126,7 @@ LOOPS: list[tuple[str, str, dict[str, Any], Options]] = [
     ("plain", "parameter_server", {"policy": "easgd", "period": 2}, Options()),
     ("plain", "ea_pipe", {"split": (2,)}, Options()),
     ("plain", "ea_pipe", {"split": (2,), "algorithm": "pipedream"}, Options(clip_norm=0.1)),
+    ("plain", "ea_pipe", {"split": (2,), "compression": "bf16"}, Options()),
     ("plain", "dear", {**GLOO, **BUFFER, "compression": "int8"}, Options()),
     ("plain", "dear", {**GLOO, **BUFFER, "update": "sharded"}, Options(accumulate=2)),
     ("plain", "selsync", {**GLOO, "delta": 0.0, "overlap": "forward", **SMALL}, Options()),
@@ -161,6 +181,13 @@ def test_trainings_in_frameworks_and_with_a_loss_scaler_are_in_order() -> None:
     assert_nothing_reported(2, train_as_others, [*FRAMEWORKS])
 
 
-@pytest.mark.parametrize("run", [drop_a_handle, receive_ahead])
+@pytest.mark.parametrize(
+    ("world_size", "settings"), [(2, {"policy": "sync"}), (3, {"policy": "k_async", "servers": 2})]
+)
+def test_what_servers_load_and_return_is_in_order(world_size: int, settings: dict[str, Any]) -> None:
+    assert_nothing_reported(world_size, load_and_train, [(settings,)])
+
+
+@pytest.mark.parametrize("run", [drop_a_handle, copy_and_free, receive_from_own_server, receive_ahead])
 def test_memory_is_kept_for_the_stream_that_uses_it(run: Callable[[], None]) -> None:
     assert_nothing_reported(2, run, [()])

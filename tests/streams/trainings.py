@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.transport import Transport
 from tests.conformance import runners
 from tests.conformance.methods import METHODS
@@ -109,6 +111,8 @@ def train(training: Training) -> None:
             sync.detach()
         except Fault:
             sync.detach()
+        del sync
+        gc.collect()
         for parameter in model.parameters():
             parameter.detach().square()
 
@@ -156,6 +160,47 @@ def drop_a_handle() -> None:
     transport.all_reduce(torch.ones(1000, device=device))
     torch.ones(1000, device=device)
     transport.close()
+
+
+def load_and_train(settings: dict[str, Any]) -> None:
+    """Trains with parameter servers before and after weights and optimizer states are saved and loaded."""
+    device = streams.own_device()
+    model = network()
+    sync = METHODS["parameter_server"].plain(model, optimizer_of(Training("", optimizer="AdamW"), model), **settings)
+    for _ in range(2):
+        for _ in range(2):
+            sync.optimizers[0].zero_grad()
+            model(torch.randn(BATCH, WIDTH).to(device)).square().mean().backward()
+            sync.step()
+        sync.flush()
+        optimizer_state = sync.optimizer_state_dict()
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        sync.optimizers[0].load_state_dict(optimizer_state)
+    sync.flush()
+    sync.detach()
+
+
+def copy_and_free() -> None:
+    """Frees a tensor that is being copied to the host."""
+    device = streams.own_device()
+    HostCopies(device).start([torch.ones(1000, device=device)])
+    torch.ones(1000, device=device)
+
+
+def receive_from_own_server() -> None:
+    """Frees weights that this rank's server has allocated, while the learner copies them."""
+    device = streams.own_device()
+    model = network()
+    sync = METHODS["parameter_server"].plain(model, optimizer_of(Training(""), model), policy="sync", servers=1)
+    [bucket], servers = sync._buckets, streams.Stream(device)
+    with streams.stream(servers):
+        weights = torch.ones_like(bucket.packed)
+        servers.synchronize()
+    bucket.receive(0, weights, is_difference=False)
+    del weights
+    with streams.stream(servers):
+        torch.ones(1, device=device)
+    sync.detach()
 
 
 def receive_ahead() -> None:

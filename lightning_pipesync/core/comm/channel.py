@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.handle import Handle, Promise, Worker
+from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.comm.wire import narrow, packed, start_unpacking
+from lightning_pipesync.core.comm.wire import Parcel, narrow, packed, start_unpacking
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 
@@ -55,14 +56,27 @@ class LocalChannel:
 
 
 class MessageSender:
-    """The sending end of a channel to another rank, see :meth:`Transport.channel_to`."""
+    """The sending end of a channel to another rank, see :meth:`Transport.channel_to`.
+
+    With tensors of a CUDA device a thread sends, once they are on the host: the caller does not wait for them.
+    """
 
     def __init__(
-        self, messages: Messages, peer: int, traffic: Traffic, wire_dtype: torch.dtype | None, window: int, what: str
+        self,
+        messages: Messages,
+        peer: int,
+        device: torch.device,
+        name: str,
+        traffic: Traffic,
+        wire_dtype: torch.dtype | None,
+        window: int,
+        what: str,
     ) -> None:
         self._messages, self._peer, self._traffic, self._what = messages, peer, traffic, what
         self._wire_dtype, self._window = wire_dtype, window
-        self._sent: deque[list[dist.Work]] = deque()
+        self._copies = HostCopies(device)
+        self._worker = Worker(name, device=device) if device.type == "cuda" else None
+        self._sent: deque[Handle[list[dist.Work]]] = deque()
 
     def send(self, tree: Any) -> None:
         """Starts sending nested containers of tensors and small picklable objects; the tensors must not change.
@@ -72,18 +86,32 @@ class MessageSender:
         while len(self._sent) >= self._window:
             self._wait_for_oldest()
         with profiled("send", self._what):
-            parts = packed(tree, self._wire_dtype, objects=True)
-            self._traffic.count("send", sum(part.nbytes for part in parts))
-            self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
+            parcel = packed(tree, self._copies, self._wire_dtype, objects=True)
+            self._traffic.count("send", parcel.nbytes)
+            if self._worker is None:
+                works = self._start(parcel)
+                self._sent.append(Handle(lambda: works))
+                return
+            sent: Promise[list[dist.Work]] = Promise()
+            self._worker.submit(lambda: sent.run(lambda: self._start(parcel)))
+            self._sent.append(sent)
 
     def finish(self) -> None:
         """Blocks until all messages are delivered."""
         while self._sent:
             self._wait_for_oldest()
 
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread, after ``timeout_s`` seconds at most."""
+        if self._worker is not None:
+            self._worker.close(timeout_s)
+
+    def _start(self, parcel: Parcel) -> list[dist.Work]:
+        return [self._messages.start_sending(part, self._peer) for part in parcel.wait()]
+
     def _wait_for_oldest(self) -> None:
         with self._traffic.waiting("send"):
-            for work in self._sent.popleft():
+            for work in self._sent.popleft().wait():
                 self._messages.wait_sent(work, self._peer)
 
 
@@ -122,7 +150,8 @@ class MessageReceiver:
         self._queue.close(timeout_s)
 
     def _start(self) -> Handle[Any]:
-        return Handle(start_unpacking(self._messages, self._peer, self._device, objects=True))
+        pin_memory = self._device.type == "cuda"
+        return Handle(start_unpacking(self._messages, self._peer, self._device, objects=True, pin_memory=pin_memory))
 
 
 #: The ends of a channel, whose methods :class:`MessageSender` and :class:`MessageReceiver` describe.

@@ -112,9 +112,7 @@ class Worker:
 
     def _run(self) -> None:
         _this_thread.is_worker = True
-        name_thread(self._thread.name)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        begin_thread(self._device)
         while (job := self._next()) is not None:
             job()
         while self._idle():
@@ -124,6 +122,13 @@ class Worker:
         while self._jobs.empty() and self._idle():
             pass
         return self._jobs.get()
+
+
+def begin_thread(device: torch.device) -> None:
+    """Shows the name of the calling thread, and sets its current device, which is at first that of another rank."""
+    name_thread(threading.current_thread().name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def on_worker_thread() -> bool:

@@ -13,6 +13,10 @@ one for messages to higher ranks and one for those to lower ones.
 [Note: closing]
 A rank that closes its mail says goodbye: it asks for nothing any more, and still answers. Once the peer has said
 goodbye, too, all is answered, and each sends the other a last message. After an error nothing is said.
+
+[Note: tensors of a device]
+A message leaves, also to this rank itself, once its tensors are computed: a thread of the mail waits for that, see
+host_copies.py. So whoever gets it may use them on any stream. Those from other ranks arrive in pinned memory.
 """
 
 from __future__ import annotations
@@ -22,20 +26,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
-from lightning_pipesync.core.comm.handle import Worker
+from lightning_pipesync.core.comm.handle import CPU, Worker, begin_thread
+from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.comm.wire import packed, start_unpacking
+from lightning_pipesync.core.comm.wire import Parcel, packed, start_unpacking
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.failure import KNOWN
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown, join_thread
+from lightning_pipesync.core.plain import tensors_among
 from lightning_pipesync.core.profiling import profiled
-from lightning_pipesync.core.torch_private import name_thread
 
 #: Maximum seconds between two messages, and their maximum as a fraction of the timeout.
 INTERVAL_S, FRACTION_OF_TIMEOUT = 10.0, 1 / 4
@@ -54,17 +60,29 @@ class _Sign(Enum):
     STOP = "stop"
 
 
+@dataclass(eq=False)
+class Letter:
+    """A message to several ranks, which is copied to the host and packed once."""
+
+    message: Any
+    parcel: Parcel | None = None
+
+
 class Mail:
     """Messages of nested tensors and plain values among all ranks. Those between two ranks keep their order.
 
     Args:
         upwards: messages from lower to higher ranks, of a group that nothing else uses, without a timeout.
         downwards: messages from higher to lower ranks, of another such group.
+        device: that of the tensors, if they are not on the host.
         traffic: counts the bytes sent.
         timeout_s: seconds without a message after which a rank counts as lost.
     """
 
-    def __init__(self, upwards: Messages, downwards: Messages, traffic: Traffic, timeout_s: float) -> None:
+    def __init__(
+        self, upwards: Messages, downwards: Messages, device: torch.device, traffic: Traffic, timeout_s: float
+    ) -> None:
+        self._device, self._copies = device, HostCopies(device)
         self._upwards, self._downwards, self._rank = upwards, downwards, upwards.rank
         self._traffic, self._timeout_s = traffic, timeout_s
         self._interval_s = min(INTERVAL_S, timeout_s * FRACTION_OF_TIMEOUT)
@@ -85,9 +103,11 @@ class Mail:
         up, down = self._upwards, self._downwards
         ways = {peer: (up, down) if peer > self._rank else (down, up) for peer in range(up.world_size)}
         del ways[self._rank]
-        self._own = Worker("pipesync-mail-own")
-        self._outboxes = {peer: _Outbox(to, peer, self._traffic, self._interval_s) for peer, (to, _) in ways.items()}
-        self._inboxes = [_Inbox(back, peer, deliver, end) for peer, (_, back) in ways.items()]
+        self._own, device = Worker("pipesync-mail-own", device=self._device), self._device
+        self._outboxes = {
+            peer: _Outbox(to, peer, device, self._traffic, self._interval_s) for peer, (to, _) in ways.items()
+        }
+        self._inboxes = [_Inbox(back, peer, device, deliver, end) for peer, (_, back) in ways.items()]
         self._listener = threading.Thread(target=self._listen, name="pipesync-mail-listener", daemon=True)
         self._listener.start()
         self._at_end = at_shutdown(self.close)
@@ -95,15 +115,21 @@ class Mail:
     def send(self, rank: int, message: Any) -> None:
         """Sends a message to a rank, or to this one; does not wait. Its tensors must not be changed afterwards.
 
-        Nothing happens if that rank is lost.
+        Nothing happens if that rank is lost. A :class:`Letter` goes to several ranks, by one thread.
         """
+        letter = message if isinstance(message, Letter) else Letter(message)
         if rank != self._rank:
-            self._outboxes[rank].put(message)
+            if letter.parcel is None:
+                letter.parcel = packed(letter.message, self._copies)
+            self._outboxes[rank].put(letter)
             return
+        computed = self._computed(letter.message)
 
         def deliver() -> None:
             try:
-                self._deliver(rank, message)
+                if computed is not None:
+                    computed.synchronize()
+                self._deliver(rank, letter.message)
             except Exception as error:
                 self._lose(rank, error)
 
@@ -119,11 +145,11 @@ class Mail:
         self._own.close(timeout_s)
         succeeds = is_normal_end(sys.exc_info()[1] or error_at_shutdown())
         for outbox in self._outboxes.values():
-            outbox.put(_Sign.GOODBYE if succeeds else _Sign.STOP)
+            outbox.put_sign(_Sign.GOODBYE if succeeds else _Sign.STOP)
         deadline = time.monotonic() + timeout_s
         for inbox in self._inboxes if succeeds else ():
             inbox.has_ended.wait(max(0.0, deadline - time.monotonic()))
-            self._outboxes[inbox.peer].put(_Sign.LAST)
+            self._outboxes[inbox.peer].put_sign(_Sign.LAST)
         threads = [outbox.thread for outbox in self._outboxes.values()] + [inbox.thread for inbox in self._inboxes]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -132,6 +158,14 @@ class Mail:
             self._downwards.end_waits()
         for thread in (*threads, self._listener):
             join_thread(thread, 1.0)
+
+    def _computed(self, message: Any) -> torch.cuda.Event | None:
+        """Returns an event after which the tensors of a message are computed; None: they are, or there are none."""
+        if self._device.type != "cuda" or not any(tensor.is_cuda for tensor in tensors_among(message)):
+            return None
+        computed = torch.cuda.Event(blocking=True)
+        computed.record(torch.cuda.current_stream(self._device))
+        return computed
 
     def _listen(self) -> None:
         """Tells which ranks are lost, see [Note: keep-alives]."""
@@ -158,33 +192,39 @@ class Mail:
 class _Outbox:
     """The messages to one rank, and the thread that sends them, until ``error``."""
 
-    def __init__(self, messages: Messages, peer: int, traffic: Traffic, interval_s: float) -> None:
-        self._messages, self._peer, self._traffic = messages, peer, traffic
+    def __init__(
+        self, messages: Messages, peer: int, device: torch.device, traffic: Traffic, interval_s: float
+    ) -> None:
+        self._messages, self._peer, self._device, self._traffic = messages, peer, device, traffic
         self._interval_s = interval_s
         self.error: Exception | None = None
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Letter] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"pipesync-to-{peer}", daemon=True)
         self.thread.start()
 
-    def put(self, message: Any) -> None:
-        parts = packed(message)
-        if not isinstance(message, _Sign):
-            self._traffic.count("send", sum(part.nbytes for part in parts))
-        self._queue.put((message, parts))
+    def put(self, letter: Letter) -> None:
+        assert letter.parcel is not None
+        self._traffic.count("send", letter.parcel.nbytes)
+        self._queue.put(letter)
+
+    def put_sign(self, sign: _Sign) -> None:
+        self._queue.put(_letter_of(sign))
 
     def _run(self) -> None:
-        name_thread(self.thread.name)
+        begin_thread(self._device)
         try:
             message = None
             while message is not _Sign.LAST:
                 try:
-                    message, parts = self._queue.get(timeout=self._interval_s)
+                    letter = self._queue.get(timeout=self._interval_s)
                 except queue.Empty:
-                    parts = packed(_Sign.ALIVE)
+                    letter = _letter_of(_Sign.ALIVE)
+                message = letter.message
                 if message is _Sign.STOP:
                     return
+                assert letter.parcel is not None
                 with profiled("send", type(message).__name__):
-                    for work in [self._messages.start_sending(part, self._peer) for part in parts]:
+                    for work in [self._messages.start_sending(part, self._peer) for part in letter.parcel.wait()]:
                         self._messages.wait_sent(work, self._peer)
         except RuntimeError as error:  # the peer is lost
             self.error = error
@@ -196,18 +236,19 @@ class _Inbox:
     ``heard``: when the last message arrived. ``has_ended``: set once the rank has said goodbye, or is lost.
     """
 
-    def __init__(self, messages: Messages, peer: int, deliver: Deliver, end: End) -> None:
-        self._messages, self.peer, self._deliver, self._end = messages, peer, deliver, end
+    def __init__(self, messages: Messages, peer: int, device: torch.device, deliver: Deliver, end: End) -> None:
+        self._messages, self.peer, self._device, self._deliver, self._end = messages, peer, device, deliver, end
         self.heard, self.has_ended = time.monotonic(), threading.Event()
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"pipesync-from-{peer}", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        name_thread(self.thread.name)
+        begin_thread(self._device)
+        pin_memory = self._device.type == "cuda"
         try:
             while True:
-                message = start_unpacking(self._messages, self.peer, torch.device("cpu"))()
+                message = start_unpacking(self._messages, self.peer, CPU, pin_memory=pin_memory)()
                 self.heard = time.monotonic()
                 if message is _Sign.LAST:
                     return
@@ -219,3 +260,7 @@ class _Inbox:
         except Exception as error:
             self.error = error
             self.has_ended.set()
+
+
+def _letter_of(sign: _Sign) -> Letter:
+    return Letter(sign, packed(sign, HostCopies(CPU)))

@@ -141,7 +141,8 @@ class Transport(Collectives):
             window: maximum number of messages in flight.
             what: what is sent, for profilers.
         """
-        return MessageSender(self._series(series), dst, self.traffic, wire_dtype, window, what)
+        name = f"pipesync-channel-{series}-to"
+        return MessageSender(self._series(series), dst, self.device, name, self.traffic, wire_dtype, window, what)
 
     def channel_from(self, src: int, series: int, *, what: str = "") -> MessageReceiver:
         """Returns the receiving end of a channel from rank ``src``."""
@@ -157,7 +158,7 @@ class Transport(Collectives):
             dist.barrier(group)  # its connections are made before the store is used at the same time
             return Messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
 
-        return Mail(messages(), messages(), self.traffic, self._timeout.total_seconds())
+        return Mail(messages(), messages(), self.device, self.traffic, self._timeout.total_seconds())
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""

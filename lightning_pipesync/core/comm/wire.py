@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.plain import decode, dtype_of, encode
 from lightning_pipesync.core.torch_private import map_tensors, tree_flatten, tree_unflatten
@@ -36,11 +37,30 @@ class _Number:
     index: int
 
 
-def packed(tree: Any, wire_dtype: torch.dtype | None = None, *, objects: bool = False) -> list[Tensor]:
-    """Returns the tensors to send, one after the other, for nested containers with tensors and plain values.
+@dataclass(frozen=True)
+class Parcel:
+    """The tensors to send, one after the other, and the event after which those of a device are on the host."""
+
+    parts: list[Tensor]
+    copied: torch.cuda.Event | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def wait(self) -> list[Tensor]:
+        """Blocks until :attr:`parts` may be sent, and returns them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.parts
+
+
+def packed(tree: Any, copies: HostCopies, wire_dtype: torch.dtype | None = None, *, objects: bool = False) -> Parcel:
+    """Packs nested containers with tensors and plain values; does not wait for the device.
 
     Args:
         tree: its tensors must not be changed until they are delivered; parameters are copied.
+        copies: copies tensors of a device.
         wire_dtype: see :func:`narrow`.
         objects: whether other picklable objects may be among the values.
 
@@ -62,22 +82,26 @@ def packed(tree: Any, wire_dtype: torch.dtype | None = None, *, objects: bool = 
         kind, containers = _PICKLE, pickle.dumps(map_tensors(lambda tensor: _Number(numbered(tensor)), tree))
     described, wires = [], []
     for tensor in tensors:
-        wire = narrow(tensor.detach(), wire_dtype).cpu().contiguous()
+        wire = narrow(tensor.detach(), wire_dtype).contiguous()
         # The tensor may be a parameter, which may be updated before it is delivered.
         wires.append(wire.clone() if isinstance(tensor, nn.Parameter) else wire)
         dtype, sent_as = (str(one.dtype).removeprefix("torch.") for one in (tensor, wire))
         differs = dtype != sent_as or tensor.requires_grad
         described.append([list(tensor.shape), dtype, *([sent_as, tensor.requires_grad] if differs else [])])
     line = json.dumps(described, separators=(",", ":")).encode()
-    return [*_framed(kind + line + b"\n" + containers), *(wire for wire in wires if wire.numel())]
+    on_host, copied = copies.start([wire for wire in wires if wire.numel()])
+    return Parcel([*_framed(kind + line + b"\n" + containers), *on_host], copied)
 
 
-def start_unpacking(messages: Messages, peer: int, device: torch.device, *, objects: bool = False) -> Callable[[], Any]:
+def start_unpacking(
+    messages: Messages, peer: int, device: torch.device, *, objects: bool = False, pin_memory: bool = False
+) -> Callable[[], Any]:
     """Receives the header of the next message from ``peer``, and starts to receive its tensors.
 
     Args:
         messages: those of :func:`packed`.
         objects: whether other objects than plain values are accepted, which may run code of the sender's.
+        pin_memory: whether tensors are received in pinned memory, from where copies to a device need no wait.
 
     Returns:
         A function that waits for the tensors and returns the message. They are new ones, on ``device``, and require a
@@ -98,14 +122,16 @@ def start_unpacking(messages: Messages, peer: int, device: torch.device, *, obje
     kind, described = line[:1], [(*one, one[1], False)[:4] for one in json.loads(line[1:])]
     if kind != _JSON and not (objects and kind == _PICKLE):
         raise ValueError(f"Rank {peer} has sent a message of kind {kind!r}, which is not expected.")
-    wires = [torch.empty(shape, dtype=dtype_of(wire_dtype)) for shape, _, wire_dtype, _ in described]
+    wires = [
+        torch.empty(shape, dtype=dtype_of(wire_dtype), pin_memory=pin_memory) for shape, _, wire_dtype, _ in described
+    ]
     works = [messages.start_receiving(wire, peer) for wire in wires if wire.numel()]
 
     def finish() -> Any:
         for work in works:
             messages.wait_received(work, peer)
         tensors = [
-            wire.to(device, dtype_of(dtype)).requires_grad_(requires_grad)
+            wire.to(device, non_blocking=pin_memory).to(dtype_of(dtype)).requires_grad_(requires_grad)
             for wire, (_, dtype, _, requires_grad) in zip(wires, described, strict=True)
         ]
         if kind == _JSON:

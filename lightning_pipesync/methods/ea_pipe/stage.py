@@ -210,9 +210,11 @@ class ModelStage:
         self.weights.load_master()
 
     def close(self, timeout_s: float) -> None:
-        for receiver in (self._channels.activations_in, self._channels.gradients_in):
-            if receiver is not None:
-                receiver.close(timeout_s)
+        channels = self._channels
+        ends = (channels.activations_in, channels.gradients_in, channels.activations_out, channels.gradients_out)
+        for end in ends:
+            if end is not None:
+                end.close(timeout_s)
 
     def _receive(self, flushing: bool) -> Any:
         """Returns a message of the stage before: a list of norms if it empties the pipeline, else a tuple."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.comm.mail import Letter
 from lightning_pipesync.methods.servers.messages import Decision, Gradient, WeightsMessage
 
 
@@ -26,28 +27,28 @@ class LearnerCopies:
         self._last: dict[int, WeightsMessage] = {}  # by learner, without values
         self._now: dict[int, list[Tensor]] = {}  # by learner, if the codec is lossy
         self._fetched: dict[int, dict[tuple[int, float], list[Tensor]]] = {}  # by learner, version, and updates ahead
+        self._newest: Letter | None = None  # with the newest weights, for all learners that need them
 
     def message_for(
         self, rank: int, version: int, decision: Decision, predict: Callable[[], list[Tensor]]
-    ) -> WeightsMessage:
+    ) -> WeightsMessage | Letter:
         """Returns the message to a released learner; ``predict`` returns weights, which must not change afterwards."""
         last = self._last.get(rank)
         # Weights that were predicted from the same version are not predicted again.
         is_current = last is not None and (last.version, bool(last.ahead)) == (version, bool(decision.ahead))
         if last is not None and is_current and not (decision.whole and last.are_differences):
             return last
-        values = sent = predict()
-        encodes = not (self._codec.lossless or decision.whole)
-        if encodes:
-            sent = self._encode(rank, values)
+        newest = self._newest_weights(version, decision.ahead, predict)
+        values, letter = newest.message.values, newest
+        if not (self._codec.lossless or decision.whole):
+            letter = Letter(WeightsMessage(version, decision.ahead, True, self._encode(rank, values)))
             values = self.of(rank)
         elif not self._codec.lossless:
             self._now[rank] = [value.clone() for value in values]
         if self._keeps_fetched:
             self._fetched.setdefault(rank, {})[version, decision.ahead] = values
-        message = WeightsMessage(version, decision.ahead, encodes, sent)
-        self._last[rank] = replace(message, values=None)
-        return message
+        self._last[rank] = replace(letter.message, values=None)
+        return letter
 
     def forget_last(self, rank: int) -> None:
         """Call this if a learner's weights are no longer those of the last message."""
@@ -63,6 +64,12 @@ class LearnerCopies:
     def of(self, rank: int) -> list[Tensor]:
         """Returns a copy of what a learner has, if the codec is lossy."""
         return [value.clone() for value in self._now.get(rank, self._first)]
+
+    def _newest_weights(self, version: int, ahead: float, predict: Callable[[], list[Tensor]]) -> Letter:
+        newest = self._newest
+        if newest is None or (newest.message.version, newest.message.ahead) != (version, ahead):
+            newest = self._newest = Letter(WeightsMessage(version, ahead, False, predict()))
+        return newest
 
     @torch.no_grad()
     def _encode(self, rank: int, values: Sequence[Tensor]) -> list[Tensor]:

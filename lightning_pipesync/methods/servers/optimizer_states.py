@@ -45,9 +45,9 @@ class ServedOptimizers:
         self._clear()
 
     def keep(self) -> None:
-        """Keeps a copy of this server's part of all states, for ranks that ask for it later."""
+        """Keeps a copy of this server's part of all states, on the host, for ranks that ask for it later."""
         if self._ask_servers is not None:
-            self._kept = [map_tensors(torch.clone, self._part(index)) for index, _ in enumerate(self._optimizers)]
+            self._kept = [map_tensors(_on_host, self._part(index)) for index, _ in enumerate(self._optimizers)]
 
     def kept(self, index: int) -> dict[str, Any]:
         """Returns what :meth:`keep` has kept of an optimizer's state, by parameter name."""
@@ -102,6 +102,11 @@ class ServedOptimizers:
         members = [member for bucket in buckets for member in bucket.members]
         whole = {member.name: slice(0, member.tensor.numel()) for member in members}
         return reshard(part, old, [whole] * world_size, self._transport)
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """Returns a copy of a state's values; that of a counter stays on its device, as fused optimizers need it."""
+    return value.to("cpu", copy=True) if value.dim() else value.clone()
 
 
 def _joined(parts: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.handle import Worker
+from lightning_pipesync.core.comm.mail import Letter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
@@ -32,7 +34,7 @@ Key = tuple[int, int]
 
 
 class Server:
-    """Follows the coordinator's decisions, one after the other, on a thread.
+    """Follows the coordinator's decisions, one after the other, on a thread and, on CUDA, on a stream of its own.
 
     It calls ``before_flush`` before all ranks get the same weights, and does nothing more after a call of ``fail``.
     """
@@ -55,11 +57,15 @@ class Server:
         self._compensates = config.delay_compensation == "dc_asgd"
         self._distance_bound = config.distance_bound if config.staleness_lr == "distance" else None
         self._fetch_codec = get_codec(config.fetch_compression)
-        self._copies = self._new_copies()
         self._num_optimizers = len({shard.bucket.group[0] for shard in shards})
         self._arrived = threading.Condition()
         self._ended = False
-        self._worker = Worker("pipesync-server", device=self._shards[0].values.device)
+        self._device = self._shards[0].values.device
+        self._worker = Worker("pipesync-server", device=self._device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        if self._stream is not None:  # the shards were made on the caller's
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._submit(self._forget_copies)
 
     def push(self, push: Push) -> None:
         key = (push.gradient.rank, push.gradient.step)
@@ -77,34 +83,42 @@ class Server:
 
     def follow(self, decision: Decision) -> None:
         """Queues a decision."""
+        self._submit(lambda: self._follow(decision))
 
-        def follow() -> None:
+    def reload(self, read: Callable[[], object]) -> None:
+        """Queues ``read``, which changes the weights of the shards to what the caller has loaded."""
+        loaded = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+        def reload() -> None:
+            if self._stream is not None and loaded is not None:
+                self._stream.wait_event(loaded)
+            read()
+            self._forget_copies()
+
+        self._submit(reload)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread, after the queued decisions or after ``timeout_s`` seconds."""
+        self._worker.close(timeout_s)
+        if self._stream is not None:  # the shards may be freed next
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        with self._arrived:
+            self._ended = True
+            self._arrived.notify_all()
+
+    def _submit(self, job: Callable[[], object]) -> None:
+        def run() -> None:
             if self._ended:
                 return
             try:
-                self._follow(decision)
+                with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    job()
             except BaseException as error:
                 if not self._ended:
                     self._fail(error)
                 self._ended = True
 
-        self._worker.submit(follow)
-
-    def reload(self, read: Callable[[], object]) -> None:
-        """Queues ``read``, which changes the weights of the shards."""
-
-        def reload() -> None:
-            read()
-            self._copies = self._new_copies()
-
-        self._worker.submit(reload)
-
-    def close(self, timeout_s: float) -> None:
-        """Ends the thread, after the queued decisions or after ``timeout_s`` seconds."""
-        self._worker.close(timeout_s)
-        with self._arrived:
-            self._ended = True
-            self._arrived.notify_all()
+        self._worker.submit(run)
 
     def _follow(self, decision: Decision) -> None:
         if decision.dropped is not None:
@@ -113,15 +127,18 @@ class Server:
             assert decision.settings is not None
             keys = [(gradient.rank, gradient.step) for gradient in decision.update.gradients]
             self._await(lambda: all(key in self._pushed for key in keys))
+            pushed = [self._pushed.pop(key) for key in keys]
+            for wire in (wire for push in pushed for wire in push.wires if wire.is_cuda):
+                wire.record_stream(torch.cuda.current_stream(self._device))  # this rank's learner has allocated it
             with profiled("update of server"):
-                self._update(decision.update, decision.settings, [self._pushed.pop(key) for key in keys])
+                self._update(decision.update, decision.settings, pushed)
             self.version = decision.update.version
         if decision.whole:
             self._before_flush()
         for rank in decision.released:
             self._send(rank, self._weights_for(rank, decision))
 
-    def _weights_for(self, rank: int, decision: Decision) -> WeightsMessage:
+    def _weights_for(self, rank: int, decision: Decision) -> WeightsMessage | Letter:
         ahead = decision.ahead / self._num_optimizers
         return self._copies.message_for(
             rank, self.version, decision, lambda: [shard.ahead(ahead) for shard in self._shards]
@@ -167,7 +184,7 @@ class Server:
             sum((shard.squared_distance(at) for shard, at in zip(shards, of_shards, strict=True)), zero)
             for of_shards in zip(*computed_at, strict=True)
         ]
-        total = self._summed(PartialSums(update.version, "distances", torch.stack(parts)))
+        total = self._summed(PartialSums(update.version, "distances", torch.stack(parts).cpu()))
         return weights_and_factor([min(1.0, bound / distance) if distance else 1.0 for distance in total.tolist()])
 
     @torch.no_grad()
@@ -198,9 +215,9 @@ class Server:
         if self._ended:
             raise RuntimeError("The server is closed.")
 
-    def _new_copies(self) -> LearnerCopies:
+    def _forget_copies(self) -> None:
         keeps_fetched = self._compensates or self._distance_bound is not None
-        return LearnerCopies([shard.values for shard in self._shards], self._fetch_codec, keeps_fetched)
+        self._copies = LearnerCopies([shard.values for shard in self._shards], self._fetch_codec, keeps_fetched)
 
 
 class CenterServer(Server):
@@ -216,7 +233,7 @@ class CenterServer(Server):
         pairs = zip(self._shards, pull.wires, strict=True)
         self._pulls[gradient.rank] = [shard.pull(wire, self._force) for shard, wire in pairs]
 
-    def _weights_for(self, rank: int, decision: Decision) -> WeightsMessage:
+    def _weights_for(self, rank: int, decision: Decision) -> WeightsMessage | Letter:
         if rank not in self._pulls:
             return super()._weights_for(rank, decision)
         self._copies.forget_last(rank)

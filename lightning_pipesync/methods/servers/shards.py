@@ -68,10 +68,12 @@ class SharedBucket:
     def receive(self, server: int, values: Tensor, is_difference: bool) -> None:
         """Stores a server's shard of the weights, or adds its encoded difference, for :meth:`unpack`."""
         shard = shard_of(self._values.flat, server, self._num_servers)
+        if values.is_cuda:  # this rank's server has allocated it on its own stream
+            values.record_stream(torch.cuda.current_stream(values.device))
         if is_difference:
-            self._fetch_codec.decode_add(values.to(shard.device), shard, shard.dtype)
+            self._fetch_codec.decode_add(values.to(shard.device, non_blocking=True), shard, shard.dtype)
         else:
-            shard.copy_(values)
+            shard.copy_(values, non_blocking=True)
 
     def unpack(self) -> None:
         """Copies the received weights into the parameters."""
@@ -142,8 +144,8 @@ class ServedShard:
 
     @torch.no_grad()
     def squared_distance(self, others: Tensor) -> Tensor:
-        """Returns the squared L2 distance of the weights from ``others``: 0-dim, float64, on the CPU."""
-        return (self.values - others).square_().sum(dtype=torch.float64).cpu()
+        """Returns the squared L2 distance of the weights from ``others``: 0-dim, float64."""
+        return (self.values - others).square_().sum(dtype=torch.float64)
 
     def average(
         self, wires: Sequence[Tensor], weights: Sequence[float], computed_at: Sequence[Tensor] | None = None
@@ -155,7 +157,7 @@ class ServedShard:
         if not self.values.numel():
             return self._gradient
         for i, (wire, weight) in enumerate(zip(wires, weights, strict=True)):
-            wire = wire.to(self._total.device)
+            wire = wire.to(self._total.device, non_blocking=True)
             if weight != 1 or computed_at is not None:
                 self._codec.decode(wire, self._decoded, self.values.dtype)
                 if computed_at is not None:
@@ -179,7 +181,7 @@ class ServedShard:
     def pull(self, wire: Tensor, force: float) -> Tensor:
         """Moves the weights towards an encoded replica; returns what to subtract from it (EASGD, Algorithm 1)."""
         replica = torch.empty_like(self.values)
-        self._codec.decode(wire.to(self.values.device), replica, self.values.dtype)
+        self._codec.decode(wire.to(self.values.device, non_blocking=True), replica, self.values.dtype)
         moved = replica.sub_(self.values).mul_(force)
         self.values.add_(moved)
         return moved
