@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs import Codec, TopK, get_codec
 from lightning_pipesync.core.codecs.shards import Shards, compiles_on, shards_of
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from tests.harness import launch
@@ -22,10 +22,10 @@ from tests.test_nccl import CPU, exchange_all_kinds, nccl_on_the_host
 
 pytest.importorskip("triton", reason="torch for CUDA and the extra [test] on Linux bring Triton")
 
-SHAPES = [(1, 0, 0), (3, 1, 2), (4, 1025, 2200), (2, 5003, 10006)]  #: shards, size of each, values in all
-#: The values of a chunk that are not finite, and one that a codec may take for such a value.
-SPECIAL = torch.tensor([math.nan, -math.inf, 3e38])
+SHAPES = [(1, 0, 0), (3, 1, 2), (4, 1025, 2080), (2, 5003, 10006)]  #: shards, size of each, values in all
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+#: Not finite, one NaN with all bits set, and a value that a codec may take for infinity.
+SPECIAL = [math.nan, -math.inf, 3e38, torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()]
 #: What top-k has encoded has many equal magnitudes, which it may encode otherwise the next time.
 WITHOUT_TIES = [name for name in LOSSY if "topk" not in name]
 RUNS_TRITON = "lightning_pipesync.core.codecs.shards.runs_triton"
@@ -33,7 +33,7 @@ RUNS_TRITON = "lightning_pipesync.core.codecs.shards.runs_triton"
 
 def compare_with_torch() -> dict[str, bool]:
     """Returns by their names which results of kernels are those of torch operations."""
-    return {
+    same = {
         f"{name}, {dtype}, {number} shards of {size}, special {special}, {what}": same_values(*both)
         for name in NAMES
         for dtype in DTYPES
@@ -41,6 +41,25 @@ def compare_with_torch() -> dict[str, bool]:
         for special in {False, numel > 1000}
         for what, both in compare_shards(get_codec(name), dtype, number, size, numel, special).items()
     }
+    return same | {
+        "equal magnitudes in chunked_topk": first_of_equal_magnitudes("chunked_topk", 4000, 64),
+        "equal magnitudes in topk": first_of_equal_magnitudes("topk", 20_000, 200),
+        "equal magnitudes in tiles of topk": first_of_equal_magnitudes(TopK(0.6), 20_000, 12_000),
+    }
+
+
+def first_of_equal_magnitudes(codec: str | Codec, size: int, num_kept: int) -> bool:
+    """Returns whether top-k keeps the first ones, where more are equal than it keeps."""
+    flat = torch.arange(size) % 3 - 1.0
+    with patch(RUNS_TRITON, lambda _: True):
+        shards = shards_of(get_codec(codec), size, flat)
+    wires, decoded = shards.wires(1), torch.empty_like(flat)
+    shards.encode(flat, wires, None)
+    shards.decode(wires, decoded)
+    expected = torch.zeros_like(flat)
+    kept = flat.nonzero()[:num_kept]
+    expected[kept] = flat[kept]
+    return torch.equal(decoded, expected)
 
 
 def compare_shards(
@@ -54,17 +73,21 @@ def compare_shards(
                 flat = without_ties(numel, dtype)
                 residual = flat.float() * residual.sign() * 2**-14  # the sums have no ties either
             if special:
-                flat[numel // 2 :: 512][:3] = SPECIAL
+                flat[numel // 2 :: 300][: len(SPECIAL)] = torch.tensor(SPECIAL)
             if use_kernels:
                 flat, residual = flat.to(device), residual.to(device)
             with patch(RUNS_TRITON, lambda _, use_kernels=use_kernels: use_kernels):
                 shards = shards_of(codec, size, flat)
             assert use_kernels == (type(shards) is not Shards)
-            wires, own, decoded = shards.wires(number).fill_(99), flat.new_full([size], 7), flat + 7
+            wires, target, total = (
+                shards.wires(number).fill_(99),
+                flat.new_full([number * size], 7),
+                flat.new_ones(size),
+            )
             shards.encode(flat, wires, residual if feedback else None)
-            shards.decode(wires, decoded)
-            shards.sum(wires, own, 3)
-            result = {"decoded": decoded, "sum": own}
+            shards.decode(wires, target[:numel])
+            shards.sum(wires, total[: (numel - 1) % size + 1 if size else 0], 3)  # as the last shard that has values
+            result = {"decoded, and what is behind": target, "sum, and what is behind": total}
             if not special and "topk" not in codec.name:  # whose indices are in no particular order
                 result["wires"] = wires[:, : shards.wire_bytes]
             if feedback:
@@ -107,13 +130,13 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_interpreted")
 def test_kernels_make_what_torch_operations_make() -> None:
     """Bit for bit; also with short and with empty last shards, and with values that are not finite."""
-    [same] = launch(compare_with_torch, 1, init=False, spawn=True)
+    [same] = launch(compare_with_torch, 1, init=False, spawn=True, timeout_s=300)
     assert not [name for name, equal in same.items() if not equal]
 
 
 @pytest.mark.usefixtures("_interpreted")
 def test_the_exchange_with_kernels_makes_what_gloo_makes() -> None:
-    for same in launch(exchange_with_kernels, 2, spawn=True):
+    for same in launch(exchange_with_kernels, 2, spawn=True, timeout_s=300):
         assert not [name for name, equal in same.items() if not equal]
 
 
