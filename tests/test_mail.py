@@ -134,7 +134,7 @@ def test_the_end_of_a_rank_is_told_after_its_messages() -> None:
 
 
 def ask_one_that_has_closed() -> list[Any]:
-    """Rank 0 closes its mail at once, and answers nevertheless; returns what this rank is told."""
+    """Rank 0 closes its mail at once, and still answers, when it has told itself; returns what this rank is told."""
     recorder = Recorder()
     rank, told = recorder.transport.rank, []
     if rank == 1:
@@ -145,6 +145,8 @@ def ask_one_that_has_closed() -> list[Any]:
         closing = threading.Thread(target=recorder.mail.close, args=[60.0])
         closing.start()
         told = [recorder.arrived.get(timeout=60)]
+        recorder.mail.send(0, "note")
+        told += [recorder.arrived.get(timeout=60)]
         recorder.mail.send(1, "answer")
         closing.join()
     recorder.close()
@@ -152,4 +154,4 @@ def ask_one_that_has_closed() -> list[Any]:
 
 
 def test_who_has_closed_still_answers() -> None:
-    assert launch(ask_one_that_has_closed, 2) == [[(1, "question")], [(0, "ended"), (0, "answer")]]
+    assert launch(ask_one_that_has_closed, 2) == [[(1, "question"), (0, "note")], [(0, "ended"), (0, "answer")]]

@@ -11,8 +11,9 @@ data of the same connection: two ranks that send large tensors to each other wou
 one for messages to higher ranks and one for those to lower ones.
 
 [Note: closing]
-A rank that closes its mail says goodbye: it asks for nothing any more, and still answers. Once the peer has said
-goodbye, too, all is answered, and each sends the other a last message. After an error nothing is said.
+A rank that closes its mail says goodbye: it asks for nothing any more, and still answers, which may take messages to
+itself. Once the peer has said goodbye, too, all is answered, and each sends the other a last message. After an error
+nothing is said.
 
 [Note: tensors of a device]
 A message leaves, also to this rank itself, once its tensors are computed: a thread of the mail waits for that, see
@@ -141,8 +142,12 @@ class Mail:
         If an exception is being handled, this rank counts as lost for the others.
         """
         self._at_end.cancel()
+        if self._closing.is_set():
+            return
         self._closing.set()
-        self._own.close(timeout_s)
+        delivered = threading.Event()
+        self._own.submit(delivered.set)
+        delivered.wait(timeout_s)
         succeeds = is_normal_end(sys.exc_info()[1] or error_at_shutdown())
         for outbox in self._outboxes.values():
             outbox.put_sign(_Sign.GOODBYE if succeeds else _Sign.STOP)
@@ -158,6 +163,7 @@ class Mail:
             self._downwards.end_waits()
         for thread in (*threads, self._listener):
             join_thread(thread, 1.0)
+        self._own.close(max(0.0, deadline - time.monotonic()))
 
     def _computed(self, message: Any) -> torch.cuda.Event | None:
         """Returns an event after which the tensors of a message are computed; None: they are, or there are none."""
