@@ -160,7 +160,7 @@ def free_cluster(world_size: int = 2, bandwidth: float = 1e9) -> Cluster:
 
 def added_to(num_layers: int) -> dict[str, float]:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
-    with patch.object(stand_ins, "STEPS", 2), patch.object(stand_ins, "ROUNDS", 1):
+    with patch.object(stand_ins, "STEPS", 2), patch.object(stand_ins, "ROUNDS", 3):
         return measure_added(module, LAYERED, free_cluster(dist.get_world_size()))
 
 
