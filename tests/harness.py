@@ -172,7 +172,7 @@ def launch(
 def call_on_hosts(ranks_per_host: int, function: Callable[..., Any], *args: Any) -> Any:
     """Calls ``function`` on a rank that finds so many neighboring ranks on each host, by the names of the hosts."""
     name = f"host {dist.get_rank() // ranks_per_host}"
-    with patch("lightning_pipesync.core.comm.transport.socket.gethostname", lambda: name):
+    with patch("lightning_pipesync.core.comm.groups.socket.gethostname", lambda: name):
         return function(*args)
 
 

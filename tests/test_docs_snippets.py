@@ -94,6 +94,12 @@ RUNS = {
         "sync.detach()",
     ),
     ("plain_loop", "import torch"): Run(SELSYNC, "sync.detach()"),
+    ("sharded_models", "import torch.distributed as dist"): Run(
+        "from torch.optim import AdamW", "dist.barrier()", ranks=4
+    ),
+    ("sharded_models", "import torch.distributed.checkpoint"): Run(
+        "import torch\nimport torch.distributed as dist", "sync.detach()", continues=True, ranks=4
+    ),
     ("plan", "from lightning_pipesync import StepReport"): Run(
         "import json\n"
         "from pathlib import Path\n"

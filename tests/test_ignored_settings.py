@@ -15,9 +15,9 @@ from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
-from lightning_pipesync.training.registry import METHODS
 from tests.harness import launch
 from tests.models import seeded_mlp
+from tests.own_methods import OWN
 
 #: By method: settings, and those of them that have no effect.
 IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
@@ -45,12 +45,12 @@ IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
     ("ea_pipe", {"algorithm": "spectrain", "prediction_smoothing": 0.5, "micro_batches": 2}, {"micro_batches"}),
     ("ea_pipe", {"algorithm": "gpipe", "micro_batches": 2, "replicas": 3}, {"replicas"}),
     ("ea_pipe", {"prediction_smoothing": 0.5}, {"prediction_smoothing"}),
-    *((name, {}, set()) for name in METHODS),
+    *((name, {}, set()) for name in OWN),
 ]
 
 
 def changed(method: str, settings: dict[str, Any]) -> set[str]:
-    return set(settings) & set(METHODS[method].config_type(**settings).without_effect())
+    return set(settings) & set(OWN[method].config_type(**settings).without_effect())
 
 
 @pytest.mark.parametrize(("method", "settings", "ignored"), IGNORED)
@@ -97,7 +97,7 @@ def attach_alone() -> dict[str, list[str]]:
     optimizer = SGD(model.parameters(), lr=0.1)
     pipeline = partial(EAPipe, model, nn.functional.cross_entropy, partial(SGD, lr=0.1), split="parameters")
     methods = {
-        name: pipeline if method is EAPipe else partial(method, model, optimizer) for name, method in METHODS.items()
+        name: pipeline if method is EAPipe else partial(method, model, optimizer) for name, method in OWN.items()
     }
     methods["virtual stages"] = partial(pipeline, virtual_stages=2)
     return {name: warned(attach, "nothing is synchronized") for name, attach in methods.items()}
@@ -109,5 +109,5 @@ def test_one_process_alone_is_told_so() -> None:
     assert len(said) >= 6
     for name, messages in said.items():
         assert len(messages) == 1, name
-        assert messages[0].startswith(f"{METHODS[name].__name__} is attached in one process alone")
+        assert messages[0].startswith(f"{OWN[name].__name__} is attached in one process alone")
     assert not any(launch(attach_alone, 2)[0].values())

@@ -249,9 +249,9 @@ def test_the_parts_of_all_ranks_are_copied_at_once() -> None:
 
 def hosts_of_a_transport(name: str) -> list[bool]:
     names = {"own": f"host {dist.get_rank()}", "one": "host"}
-    with patch("lightning_pipesync.core.comm.transport.socket.gethostname", lambda: names[name]):
+    with patch("lightning_pipesync.core.comm.groups.socket.gethostname", lambda: names[name]):
         transport = Transport(timeout_s=30)
-    shared = [transport._share_a_host(ranks) for ranks in ([0, 1], [0])]
+    shared = [transport._groups.share_a_host(ranks) for ranks in ([0, 1], [0])]
     transport.close()
     return shared
 
@@ -279,7 +279,7 @@ def ctas_of_a_transport(num_hosts: int) -> list[int | None]:
     with (
         cuda(),
         recorded_options() as listed,
-        patch("lightning_pipesync.core.comm.transport.socket.gethostname", lambda: host),
+        patch("lightning_pipesync.core.comm.groups.socket.gethostname", lambda: host),
     ):
         Transport("cuda", timeout_s=30, topology="rows", torus_columns=2).close()
     return [options.config.max_ctas for options in listed]
@@ -374,7 +374,7 @@ def test_an_all_reduce_in_the_background_is_waited_for() -> None:
 def close_while_a_kernel_waits_for_a_lost_peer() -> None:
     transport = Transport(timeout_s=30)
     group = dist.new_group(backend="gloo")
-    transport._groups.append(group)
+    transport._groups._groups.append(group)
     get_backend, destroy, end = dist.get_backend, dist.destroy_process_group, Event()
     with (
         patch.object(dist, "get_backend", lambda of=None: "nccl" if of is group else get_backend(of)),

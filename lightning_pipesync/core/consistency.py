@@ -61,7 +61,7 @@ def collect_consistent_parameters(
     """
 
     def collect() -> list[NamedParameter]:
-        parameters = collect_parameters(module, optimizers)
+        parameters = collect_parameters(module, optimizers, transport.ranks_per_replica)
         check_values(module)
         if not any(parameter.group for parameter in parameters):
             raise ValueError("There is nothing to train: no optimizer has a parameter.")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.core.torch_private import is_dtensor
+from lightning_pipesync.core.dtensors import check_sharding, local_of
+from lightning_pipesync.core.torch_private import gathered_by
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,18 @@ class NamedParameter:
     group: tuple[int, int] | None  # the indices of its optimizer and its parameter group; None if no optimizer has it
 
 
-def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[NamedParameter]:
+def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer], num_shards: int = 1) -> list[NamedParameter]:
     """Returns every parameter of the module and of the optimizers, once, in the order of registration.
 
+    With several ranks in a replica, ``num_shards``, it is this rank's shard of each, see
+    :mod:`lightning_pipesync.core.dtensors`.
+
     Raises:
-        ValueError: a parameter is sharded, complex, not yet initialized, sparse in its gradient, in several optimizers
-            or on another device than the rest, or an optimizer cannot work on a replica; the message names it.
+        ValueError: a parameter is not sharded as ``num_shards`` says, complex, not yet initialized, sparse in its
+            gradient, in several optimizers or on another device than the rest, or an optimizer cannot work on a
+            replica; the message names it.
     """
+    check_sharding(list(module.named_parameters()), num_shards)
     groups: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
     for i, optimizer in enumerate(optimizers):
@@ -42,7 +48,7 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
                     shared.add(id(tensor))
                 groups[id(tensor)] = (i, j)
     parameters = [
-        NamedParameter(name, tensor, name.rpartition(".")[0], groups.get(id(tensor)))
+        NamedParameter(name, local_of(tensor), name.rpartition(".")[0], groups.get(id(local_of(tensor))))
         for name, tensor in module.named_parameters()
     ]
     known = {id(parameter.tensor) for parameter in parameters}
@@ -83,8 +89,17 @@ def check_values(module: nn.Module) -> None:
 
 
 def modules_with_parameters(module: nn.Module) -> list[nn.Module]:
-    """Returns ``module`` and its submodules, those that register parameters themselves."""
-    return [child for child in module.modules() if any(True for _ in child.parameters(recurse=False))]
+    """Returns ``module`` and its submodules, those that register parameters themselves, or gather them (FSDP2)."""
+    return [child for child in module.modules() if parameters_needed_by(child)]
+
+
+def parameters_needed_by(module: nn.Module) -> list[Tensor]:
+    """Returns the parameters that are read when the forward pass of a module begins.
+
+    They are its own, and those that FSDP2 gathers then, its submodules' and prefetched ones included.
+    """
+    needed = map(local_of, chain(module.parameters(recurse=False), gathered_by(module)))
+    return list({id(parameter): parameter for parameter in needed}.values())
 
 
 def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -130,8 +145,6 @@ def _check_parameter(parameter: NamedParameter) -> None:
     tensor = parameter.tensor
     if nn.parameter.is_lazy(tensor):
         raise ValueError(f"Parameter {parameter.name} has no shape yet: run a batch through the lazy module first.")
-    if is_dtensor(tensor):
-        raise ValueError(f"Parameter {parameter.name} is sharded (DTensor); every rank must hold the whole model.")
     if tensor.is_complex():
         raise ValueError(f"Parameter {parameter.name} is of {tensor.dtype}; complex parameters are not supported.")
     if tensor.is_sparse or tensor.layout != torch.strided:

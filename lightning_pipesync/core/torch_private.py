@@ -6,11 +6,12 @@ Each is checked before it is set, or read with a default: see :mod:`lightning_pi
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -123,6 +124,51 @@ def version(tensor: Tensor) -> int:
 
 def is_dtensor(tensor: Tensor) -> bool:
     return _is_made_by("torch.distributed.tensor", "DTensor", tensor)
+
+
+def local_tensor(sharded: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor: a view, which autograd does not follow."""
+    local: Tensor = sharded._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def sharded_like(sharded: Tensor, local: Tensor) -> Tensor:
+    """Returns a DTensor with ``local`` as this rank's shard, sharded as the DTensor ``sharded`` is."""
+    dtensor: Any = type(sharded.detach())
+    return cast(Tensor, dtensor(local, sharded._spec, requires_grad=False))  # type: ignore[attr-defined]
+
+
+def num_shards(sharded: Tensor) -> int:
+    """Returns over how many ranks a DTensor is divided, without those that hold copies of a shard."""
+    spec: Any = sharded._spec  # type: ignore[attr-defined]
+    sizes = (spec.mesh.size(dim) for dim, placement in enumerate(spec.placements) if not placement.is_replicate())
+    return math.prod(sizes)
+
+
+def reshard(module: nn.Module) -> None:
+    """Frees the whole parameters that FSDP2 has gathered, so that the modules have their DTensors again."""
+    for child in module.modules():
+        if _is_made_by("torch.distributed.fsdp", "FSDPModule", child):
+            child.reshard()  # type: ignore[operator]
+
+
+def gathered_by(module: nn.Module) -> list[Tensor]:
+    """Returns the DTensors that FSDP2 gathers, or prefetches, before the forward pass of ``module``: of a whole group.
+
+    That is before the hooks of the submodules that register them.
+    """
+    if not _is_made_by("torch.distributed.fsdp", "FSDPModule", module):
+        return []
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    require(state, "_states_to_forward_prefetch")
+    states = [state, *state._states_to_forward_prefetch]
+    return [member.sharded_param for one in states for group in _groups_of(one) for member in group.fsdp_params]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
 
 
 def _is_made_by(module: str, cls: str, value: object) -> bool:

@@ -94,7 +94,7 @@ class TrainingData:
                 f"{type(loader).__name__}: give it the DataLoader itself; or set injection=None, and call a "
                 "DataInjection on each batch."
             )
-        settings, world_size, rank = self._settings, self.transport.world_size, self.transport.rank
+        settings, (rank, world_size) = self._settings, self.transport.place_of_data
         samples = batch_size_before_injection(loader, settings.injection, world_size)
         order = replaceable_order(loader, settings, rank, world_size, seed)
         if order is None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.module_hook import ModuleHook
 
@@ -48,4 +49,4 @@ def hook_loading(
 def modules_with(module: nn.Module, parameters: Iterable[Tensor]) -> list[nn.Module]:
     """Returns those of ``module`` and its submodules that have some of ``parameters``."""
     ids = {id(parameter) for parameter in parameters}
-    return [child for child in module.modules() if any(id(parameter) in ids for parameter in child.parameters())]
+    return [child for child in module.modules() if any(id(local_of(one)) in ids for one in child.parameters())]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
@@ -18,8 +20,9 @@ from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same_values, collect_consistent_parameters, raise_on_all_ranks
+from lightning_pipesync.core.dtensors import ShardedOptimizers, local_of, problem_of_optimizers
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
-from lightning_pipesync.core.torch_private import has_unscaled, mark_overflow
+from lightning_pipesync.core.torch_private import found_overflow, has_unscaled, mark_overflow, reshard
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.framework_hooks import FrameworkHooks
@@ -51,6 +54,8 @@ class SyncMethod(FrameworkHooks, Method):
         optimizer: one or several torch optimizers over its parameters.
         config: the settings; alternatively, pass them as keywords.
         backend: backend of the method's communication, see :class:`Transport`.
+        replicas: the dimension of a device mesh along which the model is replicated, such as ``mesh["replicas"]``,
+            where it is sharded along others, by ``fully_shard`` or tensor parallelism; None: every rank has a replica.
 
     Attributes:
         config: the settings.
@@ -82,12 +87,13 @@ class SyncMethod(FrameworkHooks, Method):
         config: Any = None,
         *,
         backend: str | None = None,
+        replicas: DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
         self.config = config_from(self.config_type, config, settings)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.flushed = False
-        self._module = module
+        self._module, self._mesh = module, replicas
         self.record = StepRecord(len(self.optimizers), self.reduces_together)
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         self._loads: Loads | None = None
@@ -95,9 +101,11 @@ class SyncMethod(FrameworkHooks, Method):
         self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
         self.user_steps = UserSteps(self)
+        self._sharded = None if replicas is None else ShardedOptimizers(self.optimizers)
         try:
+            reshard(module)
             parameters = self._agreed_parameters()
-            raise_on_all_ranks(self.transport, self._problem())
+            raise_on_all_ranks(self.transport, self._problem() or self._problem_of_shards())
             named = [(parameter.name, parameter.tensor) for parameter in parameters]
             if self.same_optimizer_states:
                 check_same_values(self.transport, named, self.optimizers, weights=False)
@@ -139,6 +147,8 @@ class SyncMethod(FrameworkHooks, Method):
             scaler = None
         loss_scale = None if scaler is None else scaler.get_scale()
         self._skip_if_outdated(index)
+        if self._sharded is not None:
+            self._sharded.follow()
         if self.record.stage(index) < Stage.REDUCED:
             if scaler is not None and has_unscaled(scaler, trained):
                 raise RuntimeError(f"The loss scaler has unscaled the gradient before it was reduced. {SCALER_RECIPE}")
@@ -153,6 +163,9 @@ class SyncMethod(FrameworkHooks, Method):
         if scaler is not None and not has_unscaled(scaler, trained):
             scaler.unscale_(trained)
         overflow = self._complete(index, loss_scale)
+        if scaler is not None and self.transport.shards is not None:
+            overflow |= found_overflow(scaler, trained)
+            overflow = any(self.transport.shards.exchange_flags(overflow).wait())
         self.record.unscaled(index, overflow, scaled=scaler is not None)
         if overflow and scaler is not None:
             mark_overflow(scaler, trained)
@@ -161,8 +174,12 @@ class SyncMethod(FrameworkHooks, Method):
         """Clips the gradient that is about to be applied by its global L2 norm; returns that norm (0-dim)."""
         self.reduce(optimizer)
         parameters = self._trained(optimizer)
-        torch.nn.utils.clip_grad_norm_(self.clipped_along(parameters), max_norm)
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        for tensors in (self.clipped_along(parameters), parameters):
+            norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
+            if self.transport.shards is not None:
+                norm = norm.new_tensor(math.sqrt(self.transport.sum_over_shards(norm.item() ** 2)))
+            torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
+        return norm
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
@@ -279,13 +296,28 @@ class SyncMethod(FrameworkHooks, Method):
         return 2 * (self.transport.world_size - 1) / self.transport.world_size * gradients
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call."""
-        return optimizer.state_dict()
+        """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call.
+
+        Of a sharded model it has DTensors.
+        """
+        with self.given_back():
+            return optimizer.state_dict()
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Context in which the optimizers have the model's own parameters, DTensors if it is sharded, and their states.
+
+        Within it save them, as with ``torch.distributed.checkpoint``; a collective call.
+        """
+        with nullcontext() if self._sharded is None else self._sharded.given_back():
+            yield
 
     def _detach(self, timeout_s: float) -> None:
         for hook in self._gradient_hooks.values():
             hook.remove()
         self.user_steps.release()
+        if self._sharded is not None:
+            self._sharded.release()
         if self._loads is not None:
             self._loads.remove()
         self.transport.close(timeout_s)
@@ -322,8 +354,19 @@ class SyncMethod(FrameworkHooks, Method):
         """Returns the error if the settings do not support the optimizers; None if they do."""
         return None
 
+    def _problem_of_shards(self) -> ValueError | None:
+        """Returns the error if settings or optimizers do not support replicas of several ranks, and there are such."""
+        if self.transport.shards is None:
+            return None
+        if self.config.injection is not None:
+            return ValueError(
+                f"injection={self.config.injection!r} sends rows to all ranks, and a replica has "
+                f"{self.transport.ranks_per_replica}: set injection=None with replicas=."
+            )
+        return problem_of_optimizers(self.optimizers, getattr(self.config, "elementwise", ()))
+
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        return Transport(device, timeout_s=self.config.timeout_s, backend=backend)
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, replicas=self._mesh)
 
     def _agreed_parameters(self) -> list[NamedParameter]:
         """Checks that all ranks have the same parameters, hooks their gradients and returns them; a collective call."""
@@ -345,7 +388,8 @@ class SyncMethod(FrameworkHooks, Method):
         if self._loads is None or not any(self.transport.exchange_flags(self._loads.take()).wait()):
             return
         with self.true_weights():
-            check_same_values(self.transport, list(self._module.named_parameters()), self.optimizers, weights=True)
+            named = [(name, local_of(parameter)) for name, parameter in self._module.named_parameters()]
+            check_same_values(self.transport, named, self.optimizers, weights=True)
 
     def _broadcast_buffers(self) -> None:
         exchange_fused(self._shared_tensors(), PIECE_MB, self.transport.broadcast)

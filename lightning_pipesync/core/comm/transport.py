@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import io
-import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from pickle import UnpicklingError
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
+from lightning_pipesync.core.comm.groups import ProcessGroups
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.mail import Mail
-from lightning_pipesync.core.comm.messages import Messages, end_waits
-from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups, new_nccl_group
+from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import meet
 from lightning_pipesync.core.faults.shutdown import (
     destroy_process_groups_at_shutdown,
-    error_at_shutdown,
-    join_thread,
 )
 
 #: No timeout; Gloo counts in nanoseconds.
@@ -46,9 +43,10 @@ NUMPY_NUMBERS: list[Any] = [
 
 
 class Transport(Collectives):
-    """Asynchronous collectives and messages among the ranks of the default process group.
+    """Asynchronous collectives and messages among the ranks of the default process group, or among replicas.
 
     Attributes:
+        shards: collectives, over Gloo, among the ranks that hold this rank's replica; None: it is this rank alone.
         row: collectives among this rank and its neighbors, with ``topology="rows"``, else None.
         column: collectives among the ranks with the same place in their rows, with ``topology="rows"``, else None.
 
@@ -62,11 +60,13 @@ class Transport(Collectives):
             ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
         torus_columns: neighboring ranks in a row; None: as square as possible.
         codec: what tensors will be exchanged with, for ``"auto"``.
+        replicas: the dimension of a device mesh along which the model is replicated: its ranks hold the same shard;
+            None: all ranks hold the whole model. Then ``"auto"`` is ``"flat"``.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or a rank did not connect in time.
         ValueError: ``timeout_s`` is not positive, the backend does not fit the device, the ranks cannot form the torus,
-            or they differ in the topology.
+            or they differ in the topology; ``replicas`` has several dimensions, or not all ranks are in such a mesh.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Transport(Collectives):
         topology: str = "flat",
         torus_columns: int | None = None,
         codec: str | Codec = "none",
+        replicas: DeviceMesh | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialized: call init_process_group() first.")
@@ -92,17 +93,21 @@ class Transport(Collectives):
                 f"backend={backend!r} cannot carry tensors on {self.device}: use 'gloo', or 'nccl' on CUDA."
             )
         self.backend = backend
-        self._groups: list[dist.ProcessGroup] = []
-        self._mail_groups: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=timeout_s)
         destroy_process_groups_at_shutdown()
         meet(self._timeout)
         # Flags, objects and single messages use Gloo on the host: reading them must not wait for the device.
-        self._control = self._new_group("gloo")
+        self._groups = groups = ProcessGroups(self.device, self._timeout, replicas)
+        self._control = groups.everyone if replicas is None else groups.dividing("gloo", groups.lines)
         traffic = Traffic()
-        watch = PeerWatch(self._timeout, lambda: traffic.num_operations, self._end_waits)
+        watch = PeerWatch(self._timeout, lambda: traffic.num_operations, groups.end_waits)
         gloo, self._messages = GlooExchange(self._control, watch), Messages(self._control, 0, watch)
-        super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, None, traffic, watch)
+        super().__init__(dist.get_rank(), groups.lines[dist.get_rank()], gloo, None, traffic, watch)
+        self.shards: Collectives | None = None
+        if len(self.ranks) < dist.get_world_size():
+            gloo = GlooExchange(groups.dividing("gloo", groups.shards), watch)
+            shards = groups.shards[dist.get_rank()]
+            self.shards = Collectives(dist.get_rank(), shards, gloo, None, traffic, watch, "shards ")
         self.row: Collectives | None = None
         self.column: Collectives | None = None
         try:
@@ -110,13 +115,11 @@ class Transport(Collectives):
         except ValueError:
             self.close()
             raise
-        for group in self._groups:
-            if dist.get_backend(group) == "gloo":
-                dist.barrier(group)  # its connections are in use before the store is used at the same time
-        self.watch.start(self._control)
+        groups.connect()
+        self.watch.start(groups.everyone)
         # A rank that closes early must not break the connections that a slower one is still making.
         with self.watch.waiting("all ranks to connect"):
-            dist.barrier(self._control)
+            dist.barrier(groups.everyone)
 
     def send(self, tensor: Tensor, dst: int) -> Handle[None]:
         """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
@@ -153,8 +156,7 @@ class Transport(Collectives):
         """Returns mail among all ranks; a collective call."""
 
         def messages() -> Messages:
-            group = self._new_group("gloo")
-            self._mail_groups.append(group)
+            group = self._groups.new("gloo", ends_waits=False)  # mail loses one rank at a time
             dist.barrier(group)  # its connections are made before the store is used at the same time
             return Messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
 
@@ -166,10 +168,11 @@ class Transport(Collectives):
         if self._nccl is not None and flat.is_cuda:
             return self._handle("broadcast", self._nccl.broadcast(flat, src))
         host = flat.cpu()
-        work = dist.broadcast(host.view(torch.uint8), src, self._control, async_op=True)
+        work = dist.broadcast(host.view(torch.uint8), group=self._control, async_op=True, group_src=src)
 
         def wait() -> Tensor:
-            with self.watch.waiting(f"the broadcast of rank {src}", None if self.rank == src else src):
+            sender = self.ranks[src]
+            with self.watch.waiting(f"the broadcast of rank {sender}", None if self.rank == src else sender):
                 work.wait(self._timeout)
             return flat if host is flat else flat.copy_(host)
 
@@ -208,9 +211,27 @@ class Transport(Collectives):
         self.recv(wire, src).wait()
         return _read(wire, src)
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that hold a replica together."""
+        return 1 if self.shards is None else self.shards.world_size
+
+    @property
+    def place_of_data(self) -> tuple[int, int]:
+        """This rank among those that divide the training data, and their number: all ranks of all replicas."""
+        if self.shards is None:
+            return self.rank, self.world_size
+        return dist.get_rank(), dist.get_world_size()
+
+    def sum_over_shards(self, value: float) -> float:
+        """Returns the sum of what the ranks of a replica have, the same on all of them; a call of all of them."""
+        if self.shards is None:
+            return value
+        return self.shards.all_reduce(torch.tensor([value], dtype=torch.float64)).wait().item()
+
     def new_group(self) -> dist.ProcessGroup:
-        """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
-        return self._new_group(self.backend)
+        """Returns a process group of these ranks for a library that communicates by itself; a collective call."""
+        return self._groups.dividing(self.backend, self._groups.lines)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for operations in flight.
@@ -218,53 +239,30 @@ class Transport(Collectives):
         If an exception is being handled, the other ranks learn of it.
         """
         self.watch.close()
-        for collectives in (self.row, self.column):
+        for collectives in (self.row, self.column, self.shards):
             if collectives is not None:
                 collectives.close(timeout_s)
         super().close(timeout_s)
-        nccl = [group for group in self._groups if dist.get_backend(group) == "nccl"]
-        if nccl:
-            after_error = error_at_shutdown() is not None
-            thread = Thread(target=destroy_nccl_groups, args=(nccl, after_error), name="pipesync-end", daemon=True)
-            thread.start()
-            join_thread(thread, timeout_s)
-        for group in self._groups:
-            if group not in nccl:
-                with suppress(Exception):  # fails if a peer has died
-                    dist.destroy_process_group(group)
-        self._groups.clear()
-
-    def _end_waits(self) -> None:
-        """Ends all waits with an error, but those of NCCL and of mail, which loses one rank at a time."""
-        for group in [group for group in self._groups if group not in self._mail_groups]:
-            if group.name() == "gloo":
-                end_waits(group)
+        self._groups.destroy(timeout_s)
 
     def _series(self, number: int, *, ahead: bool = False) -> Messages:
         # Tags that the collectives, which use the same group, do not use.
         return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
-    def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        if backend == "nccl":
-            several_hosts = self._num_hosts(self.ranks if ranks is None else ranks) > 1
-            group = new_nccl_group(ranks, self.device, self._timeout, several_hosts)
-        else:
-            group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
-        if ranks is None or self.rank in ranks:
-            self._groups.append(group)
-        return group
-
     def _arrange(self, topology: str, columns: int | None, lossy: bool) -> None:
-        own = (topology, columns), lossy, socket.gethostname()
-        wanted, lossy_everywhere, self._hosts = zip(*self.gather_objects(own), strict=True)
+        wanted, lossy_everywhere = zip(*self.gather_objects(((topology, columns), lossy)), strict=True)
         if len(set(wanted)) > 1:
             raise ValueError(f"The ranks differ in (topology, torus_columns): {[*wanted]}.")
         if self.backend == "nccl":
-            group = self._new_group("nccl")
-            self._nccl = self._exchange = NcclExchange(group, self.device, self._share_a_host(self.ranks))
+            group = self._groups.dividing("nccl", self._groups.lines)
+            self._nccl = self._exchange = NcclExchange(group, self.device, self._groups.share_a_host(self.ranks))
         if topology == "flat" or (topology == "auto" and not all(lossy_everywhere)):
             return
-        grid = Torus.of_hosts(self._hosts) if topology == "auto" else Torus(self.world_size, columns)
+        if len(self.ranks) < dist.get_world_size():
+            if topology == "auto":
+                return
+            raise ValueError(f"topology={topology!r} is one of all ranks, and replicas= has some: use topology='flat'.")
+        grid = Torus.of_hosts(self._groups.hosts) if topology == "auto" else Torus(self.world_size, columns)
         if topology == "rows" and grid is not None:
             self.row = self._collectives_within(grid.row_of, "row ")
             self.column = self._collectives_within(grid.column_of, "")
@@ -284,19 +282,10 @@ class Transport(Collectives):
 
     def _nccl_within(self, ranks_of: Callable[[int], list[int]]) -> NcclExchange:
         group = self._group_within("nccl", ranks_of)
-        return NcclExchange(group, self.device, self._share_a_host(ranks_of(self.rank)))
-
-    def _share_a_host(self, ranks: Sequence[int]) -> bool:
-        """Returns whether several of ``ranks`` are on one host."""
-        return self._num_hosts(ranks) < len(ranks)
-
-    def _num_hosts(self, ranks: Sequence[int]) -> int:
-        return len({self._hosts[rank] for rank in ranks})
+        return NcclExchange(group, self.device, self._groups.share_a_host(ranks_of(self.rank)))
 
     def _group_within(self, backend: str, ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
-        divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
-        groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
-        return groups[tuple(ranks_of(self.rank))]
+        return self._groups.dividing(backend, [ranks_of(rank) for rank in range(self.world_size)])
 
 
 def _written(state: dict[str, Any]) -> Tensor:

@@ -14,6 +14,7 @@ from lightning_pipesync.core.buckets import Bucket, shard_numel
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.room import zeros_with_room
@@ -26,7 +27,8 @@ from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 class FusedBucket(GradientBucket):
     """Parameters of one group of one optimizer, which become views of one buffer, ``values``.
 
-    If it is ``sharded``, this rank updates only its shard. ``gradient_shard`` is what the reduce-scatter averages.
+    Shards of FSDP2's stay where they are, and ``values`` is None. If it is ``sharded``, this rank updates only its
+    shard. ``gradient_shard`` is what the reduce-scatter averages.
     """
 
     kind = "reduce_scatter"
@@ -44,29 +46,36 @@ class FusedBucket(GradientBucket):
         self.members, self.group = list(members), members[0].group
         optimizer, lossless = optimizers[self.group[0]], self._codec.lossless
         self._places = {member.name: place for member, place in zip(members, self.gradients.places, strict=True)}
+        self.values: Bucket | None = None
         self.sharded = config.shards(optimizer)
-        self.values = Bucket(self.parameters, transport.world_size)
-        self.values.pack(self.parameters)
-        for tensor, view in zip(self.parameters, self.values.views, strict=True):
-            tensor.data = view
+        self._views = [parameter.detach() for parameter in self.parameters]
+        if not isinstance(self.parameters[0], LocalShard):
+            self.values = Bucket(self.parameters, transport.world_size)
+            self.values.pack(self.parameters)
+            self._views = self.values.views
+            for tensor, view in zip(self.parameters, self._views, strict=True):
+                tensor.data = view
         if config.uses_error_feedback:
             self.use_error_feedback(gathered=not self.sharded)
         [self._feedback] = self.feedback
-        # Weights that a lossy codec rounds at every step would not move. So it encodes their difference to the weights
-        # that all ranks have. With error feedback its error is added to the weights before the next update.
-        flat = self.values.flat
-        self._difference: Tensor | None = None
-        if self.sharded and not lossless:
-            self._difference = zeros_with_room(flat.numel(), transport.world_size, flat.dtype, flat.device)
-        self.gradient_shard = transport.shard(self.gradients.flat)
-        shard = transport.shard(self.values.flat)
-        self._shard, self._updated = shard, shard if self._difference is None else shard.clone()
-        self._dropped = torch.zeros_like(shard) if config.uses_error_feedback and self.sharded else None
         # A step on the whole buffer also updates the gaps between parameters, which a lossy codec must not see.
-        values, gradient = self.values.flat, self.gradients.flat
+        values, gradient = None if self.values is None else self.values.flat, self.gradients.flat
+        self.gradient_shard = transport.shard(gradient)
+        self._difference: Tensor | None = None
+        self._dropped: Tensor | None = None
         if self.sharded:
-            values, gradient = self._updated, self.gradient_shard
-        whole = (values, gradient) if config.is_elementwise(optimizer) and lossless else (None, None)
+            assert values is not None
+            self._shard = values = transport.shard(values)
+            # Weights that a lossy codec rounds at every step would not move. So it encodes their difference to the
+            # weights that all ranks have. With error feedback its error is added to the weights before the next update.
+            if not lossless:
+                flat = self.gradients.flat
+                self._difference = zeros_with_room(flat.numel(), transport.world_size, flat.dtype, flat.device)
+                values = self._shard.clone()
+            if config.uses_error_feedback:
+                self._dropped = torch.zeros_like(self._shard)
+            self._updated, gradient = values, self.gradient_shard
+        whole = (values, gradient) if values is not None and config.is_elementwise(optimizer) and lossless else ()
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces(), *whole)
         for tensor in self.parameters:
             optimizer.state.pop(tensor, None)
@@ -84,8 +93,11 @@ class FusedBucket(GradientBucket):
     @torch.no_grad()
     def reduce(self, queue: CommQueue, requires: Queued[Any] | None = None) -> None:
         """Packs the gradients, zeros for missing ones, and queues their reduce-scatter (OP1)."""
-        for tensor, view in zip(self.parameters, self.values.views, strict=True):
+        for tensor, view in zip(self.parameters, self._views, strict=True):
             if tensor.data_ptr() != view.data_ptr():  # the user has given the parameter other memory
+                if self.values is None:
+                    view.data = tensor.data
+                    continue
                 view.copy_(tensor)
                 tensor.data = view
         super().reduce(queue, requires)
@@ -160,15 +172,16 @@ class FusedBucket(GradientBucket):
 
     def release(self) -> None:
         """Moves every parameter out of the buffer."""
-        for tensor in self.parameters:
-            tensor.data = tensor.data.clone()
+        if self.values is not None:
+            for tensor in self.parameters:
+                tensor.data = tensor.data.clone()
 
     def updated_slices(self, rank: int) -> dict[str, slice]:
         """Returns the slices of the parameters, by name, that a rank updates: whole ones, or those in its shard."""
         return self.shard_slices(rank) if self.sharded else self.whole_slices()
 
     def shard_slices(self, rank: int) -> dict[str, slice]:
-        shard = self._collectives.shard_slice(self.values.flat.numel(), rank)
+        shard = self._collectives.shard_slice(self.gradients.flat.numel(), rank)
         return slices_in_shard(shard, self._places)
 
     def whole_slices(self) -> dict[str, slice]:
@@ -176,7 +189,7 @@ class FusedBucket(GradientBucket):
 
     def _in_shard(self, shard: Tensor) -> dict[str, Tensor]:
         """Returns the views of each parameter, by name, of a tensor of the shape of this rank's shard."""
-        begin = self._collectives.shard_slice(self.values.flat.numel(), self._collectives.rank).start
+        begin = self._collectives.shard_slice(self.gradients.flat.numel(), self._collectives.rank).start
         views = {}
         for name, place in self.shard_slices(self._collectives.rank).items():
             start = self._places[name].start - begin
@@ -185,7 +198,7 @@ class FusedBucket(GradientBucket):
 
     def _pieces(self) -> list[Piece]:
         if not self.sharded:
-            rows = zip(self._places, self.parameters, self.values.views, self.gradients.views, strict=True)
+            rows = zip(self._places, self.parameters, self._views, self.gradients.views, strict=True)
             return [Piece(i, *row, None) for i, row in enumerate(rows)]
         slices = self.shard_slices(self._collectives.rank)
         values, gradients = self._in_shard(self._updated), self._in_shard(self.gradient_shard)
@@ -202,6 +215,7 @@ class FusedBucket(GradientBucket):
             return self._gather_gradient(slice(self._num_early, None) if self._num_early else None)
         if self._difference is None:
             self._apply_update()
+            assert self.values is not None
             return self._collectives.all_gather(self.values.flat, codec=self._codec)
         self._updated.copy_(self._shard)
         if self._dropped is not None:
@@ -230,6 +244,7 @@ class FusedBucket(GradientBucket):
         if not self.sharded:
             self._apply_update()
         elif self._difference is not None:
+            assert self.values is not None
             self.values.flat.add_(self._difference)
             if self._dropped is not None:
                 torch.sub(self._updated, self._shard, out=self._dropped)

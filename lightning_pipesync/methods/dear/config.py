@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.methods.gradients.bucket_update import ELEMENTWISE
+from lightning_pipesync.core.dtensors import ELEMENTWISE
 from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
 from lightning_pipesync.methods.settings import Settings, renamed
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -171,7 +172,10 @@ class DeAR(SyncMethod):
         norms = foreach_norm(self._gradient_shards(index))
         squares = torch.stack(norms).square_()  # its dtype is the same on all ranks, as the buckets'
         self._queue.wait_all()  # another optimizer's all-gathers may be in flight
-        norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
+        square = self.transport.all_reduce(squares.sum().reshape(1)).wait()
+        if self.transport.shards is not None:
+            square.fill_(self.transport.sum_over_shards(square.item()))
+        norm = square.sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for flat in self._averaged_gradients(index):
             flat.mul_(factor)
@@ -244,16 +248,24 @@ class DeAR(SyncMethod):
         The optimizer itself has no state while DeAR is attached; each rank has the state of its shard. A state that all
         ranks load with ``optimizer.load_state_dict`` takes effect at the next step.
         """
+        with self.given_back():
+            return self.optimizers[self._index(optimizer)].state_dict()
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """See :meth:`SyncMethod.given_back`; within it the optimizers have their whole states."""
         self.synchronize()
-        index = self._index(optimizer)
-        optimizer = self.optimizers[index]
-        before = dict(optimizer.state)
-        self._return_states(index)
+        before = [dict(optimizer.state) for optimizer in self.optimizers]
+        for index, _ in enumerate(self.optimizers):
+            self._return_states(index)
         try:
-            return optimizer.state_dict()
+            with super().given_back():
+                yield
         finally:
-            optimizer.state.clear()
-            optimizer.state.update(before)
+            for index, optimizer in enumerate(self.optimizers):
+                if index not in self._loaded:
+                    optimizer.state.clear()
+                    optimizer.state.update(before[index])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns fusion, search and residuals; :meth:`optimizer_state_dict` returns the optimizer's state."""
@@ -329,13 +341,19 @@ class DeAR(SyncMethod):
             topology=self.config.topology,
             torus_columns=self.config.torus_columns,
             codec=self.config.compression,
+            replicas=self._mesh,
         )
 
     @property
     def _effective_config(self) -> DeARConfig:
-        """The settings; several optimizers may step at different times, so that nothing is gathered before."""
-        several = len(self.optimizers) > 1 and self.config.overlap == "eager"
-        return replace(self.config, overlap="forward") if several else self.config
+        """The settings; several optimizers may step at different times, so that nothing is gathered before.
+
+        What a replica of several ranks has divided already is not divided again.
+        """
+        config = self.config
+        if len(self.optimizers) > 1 and config.overlap == "eager":
+            config = replace(config, overlap="forward")
+        return config if self.transport.shards is None else replace(config, update="replicated")
 
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""
@@ -348,6 +366,16 @@ class DeAR(SyncMethod):
             "world_size": self.transport.world_size,
             **({"topology": self.transport.topology} if with_residuals else {}),
         }
+
+    def _problem_of_shards(self) -> ValueError | None:
+        if self.transport.shards is None:
+            return None
+        if self.config.update == "sharded":
+            return ValueError(
+                "update='sharded' divides what a replica of several ranks has divided already: set "
+                "update='replicated', or None, with replicas=."
+            )
+        return super()._problem_of_shards()
 
     def _problem(self) -> ValueError | None:
         try:

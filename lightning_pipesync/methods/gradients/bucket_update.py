@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import flattened, shaped
 from lightning_pipesync.core.torch_private import twin_optimizer
 from lightning_pipesync.methods.gradients.reshard import whole_state
-
-#: Element-wise optimizers, which can update a shard without the rest.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.clock import Clock, Moment
-from lightning_pipesync.core.parameters import modules_with_parameters
+from lightning_pipesync.core.parameters import modules_with_parameters, parameters_needed_by
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ class StepTimes:
     def module_has_waited(self, module: nn.Module, since: Moment | None) -> None:
         """Notes that a module, in its first run of a step, has its weights, for which it has waited since ``since``."""
         if since is not None:
-            ids = [id(parameter) for parameter in module.parameters(recurse=False)]
+            ids = [id(parameter) for parameter in parameters_needed_by(module)]
             self._forward[-1].append((since, self._clock.now(), ids))
 
     def end_step(self) -> None:
@@ -87,7 +87,7 @@ def _medians(steps: Sequence[dict[int, float]]) -> dict[int, float]:
 class ExecutionOrder:
     """Observes the order of gradients (``ready``) and of the forward pass (``needed``), by the ids of parameters.
 
-    ``modules`` are those that register parameters themselves.
+    ``modules`` are those that need parameters, see :func:`parameters_needed_by`.
     """
 
     def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
@@ -98,7 +98,7 @@ class ExecutionOrder:
         self._owners: dict[int, list[nn.Module]] = {}
         self._not_run: dict[int, Tensor] = {}  # parameters of modules of which none has ever run
         for child in self.modules:
-            for parameter in child.parameters(recurse=False):
+            for parameter in parameters_needed_by(child):
                 self._owners.setdefault(id(parameter), []).append(child)
                 self._not_run[id(parameter)] = parameter
         self._running: set[nn.Module] = set()  # modules that have run in this step
@@ -121,7 +121,7 @@ class ExecutionOrder:
         if module in self._running:
             return False
         self._running.add(module)
-        for parameter in module.parameters(recurse=False):
+        for parameter in parameters_needed_by(module):
             self.needed[id(parameter)] = None
             self._not_run.pop(id(parameter), None)
         return True

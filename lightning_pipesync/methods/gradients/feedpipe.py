@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.parameters import parameters_needed_by
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.module_hook import ModuleHook
 
@@ -71,7 +72,7 @@ class FeedPipe(Generic[B]):
         self.buckets = [buckets[index] for index in schedule.order]
         self._bucket_of = {key: bucket for bucket, keys in zip(buckets, members, strict=True) for key in keys}
         self._awaited = {
-            module: [buckets[i] for i in schedule.awaited([id(p) for p in module.parameters(recurse=False)])]
+            module: [buckets[i] for i in schedule.awaited([id(p) for p in parameters_needed_by(module)])]
             for module in self._order.modules
         }
 

@@ -161,7 +161,7 @@ class GradientInFlight:
         assert self._weights is not None
         pairs = zip(self._layout.members, _views(self._weights), strict=True)
         moved = [member.tensor - view for member, view in pairs]
-        return float(torch.stack(foreach_norm(moved)).square().sum())
+        return self._transport.sum_over_shards(float(torch.stack(foreach_norm(moved)).square().sum()))
 
     def release(self) -> None:
         """Releases its buckets for later gradients."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket
+from lightning_pipesync.core.dtensors import LocalShard, give_values
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer, version
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
 
@@ -93,7 +94,8 @@ class TrialStep:
 class PredictedWeights:
     """The predicted weights of one optimizer, swapped in for the true ones while a gradient is computed.
 
-    A swap exchanges the data of parameters without a copy, and only of parameters that a trial step updates.
+    A swap exchanges the data of parameters, without a copy unless FSDP2 has sharded them, and only of parameters that
+    a trial step updates.
     An optimizer of ``torch.optim`` takes its trial steps block by block. Any other one takes them as a whole, since it
     may use several parameters at once.
     """
@@ -102,7 +104,8 @@ class PredictedWeights:
         self._optimizer = optimizer
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a parameter: the parameter, the prediction
         self._moved: list[Tensor] = []
-        self._true: list[tuple[Tensor, int]] = []  # their data, and the version when they were swapped out
+        self._true: list[Tensor] = []  # their data
+        self._marks: list[int] = []  # their versions, once the prediction is swapped in
         self._scratch = Scratch(KEPT_MB if self._is_torchs_own else 0)  # the others' blocks are the whole model
         self._known = False
         self.in_use = False  # whether the parameters hold the predicted weights
@@ -126,10 +129,12 @@ class PredictedWeights:
             for block in self._blocks():
                 self._predict(block, first, list(zip(steps, copies, strict=True)))
             self._known = True
-        self._true = [(parameter.data, version(parameter)) for parameter in self._moved]
+        # A shard of FSDP2's keeps its memory, and is copied.
+        self._true = [p.detach().clone() if isinstance(p, LocalShard) else p.data for p in self._moved]
         self.in_use = True  # first, so that an interrupt after it restores the weights
         for parameter in self._moved:
-            parameter.data = self._views[id(parameter)][1]
+            give_values(parameter, self._views[id(parameter)][1])
+        self._marks = [version(parameter) for parameter in self._moved]
 
     def restore(self, check: bool = True) -> None:
         """Swaps the true weights back in.
@@ -139,12 +144,11 @@ class PredictedWeights:
         """
         if not self.in_use:
             return
-        written = []
-        for parameter, (data, mark) in zip(self._moved, self._true, strict=True):
-            if version(parameter) != mark:
-                written.append(self.names.get(id(parameter), "a parameter"))
-            parameter.data = data
-        self._true, self.in_use = [], False
+        marked = zip(self._moved, self._marks, strict=False)  # none after an interrupt
+        written = [self.names.get(id(p), "a parameter") for p, mark in marked if version(p) != mark]
+        for parameter, values in zip(self._moved, self._true, strict=True):
+            give_values(parameter, values)
+        self._true, self._marks, self.in_use = [], [], False
         if written and check:
             raise RuntimeError(
                 f"{', '.join(written[:3])} was written to between a forward pass and the step, where the weights are "

@@ -243,6 +243,7 @@ class PipeSGD(SyncMethod):
             backend=backend,
             topology=self.config.topology,
             codec=self.config.compression,
+            replicas=self._mesh,
         )
 
     def _problem(self) -> ValueError | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -76,12 +77,13 @@ class ElasticReplicaMethod(ReplicaMethod):
         config: Any = None,
         *,
         backend: str | None = None,
+        replicas: DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
         config = config_from(self.config_type, config, settings)
         if config.undoes_averages and not dist.is_initialized():
             self._job = start_job(config.timeout_s)
-        super().__init__(module, optimizer, config, backend=backend)
+        super().__init__(module, optimizer, config, backend=backend, replicas=replicas)
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         super()._attach(parameters)

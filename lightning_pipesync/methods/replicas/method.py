@@ -88,6 +88,9 @@ class ReplicaMethod(SyncMethod):
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         size = self.config.ranks_per_replica
+        if self._mesh is not None and (size > 1 or self.config.undoes_averages):
+            wrong = f"ranks_per_replica={size!r}" if size > 1 else "on_lost_rank='continue'"
+            raise ValueError(f"{wrong} is for a model that every rank holds whole: leave it out with replicas=.")
         if size == 1:
             return super()._make_transport(device, backend)
         check_group_size(size, dist.get_world_size())

@@ -44,9 +44,17 @@ class StepSize:
 
     ``scale`` is the factor on its learning rates; ``"auto"``: as measured for :data:`ADAMS`, 1 for others. ``noise`` is
     f, the share of noise in the squared norm of this rank's gradient, as a moving average; None: not measured.
+    ``sum_over_shards`` is as of :func:`measured_noise`.
     """
 
-    def __init__(self, optimizer: Optimizer, scale: float | Literal["auto"], num_replicas: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scale: float | Literal["auto"],
+        num_replicas: int,
+        sum_over_shards: Callable[[float], float] = float,
+    ) -> None:
+        self._sum_over_shards = sum_over_shards
         self._optimizer, self._scale, self._num_replicas = optimizer, scale, num_replicas
         self.noise: float | None = None
         self._num_steps = 0
@@ -99,7 +107,7 @@ class StepSize:
         return returned if closure is None else result
 
     def _measure(self) -> None:
-        noise = measured_noise(self._optimizer)
+        noise = measured_noise(self._optimizer, self._sum_over_shards)
         if noise is not None:
             self.noise = noise if self.noise is None else self.noise + SMOOTHING * (noise - self.noise)
             steps = max(_steps(group, self._optimizer) for group in self._optimizer.param_groups)
@@ -116,9 +124,10 @@ def scale_of(noise: float, num_replicas: int, local: float = 1.0) -> float:
 
 
 @torch.no_grad()
-def measured_noise(optimizer: Optimizer) -> float | None:
+def measured_noise(optimizer: Optimizer, sum_over_shards: Callable[[float], float] = float) -> float | None:
     """Returns f, the share of noise in the squared norm of the present gradients, from 0 to 1.
 
+    ``sum_over_shards`` adds up the squared norms of a model that is sharded.
     None if it is unknown: the optimizer is none of :data:`ADAMS`, no parameter has a gradient and moments, they are of
     the first step, or a value is not finite.
     """
@@ -134,6 +143,7 @@ def measured_noise(optimizer: Optimizer) -> float | None:
         gradient += of_group
         moment += SquaredNorm([optimizer.state[p]["exp_avg"] for p in moved]).item() / (1 - beta**steps) ** 2
         by_chance += of_group * (1 - beta) / (1 + beta) * (1 + beta**steps) / (1 - beta**steps)
+    gradient, moment, by_chance = map(sum_over_shards, (gradient, moment, by_chance))
     if not (0 < gradient - by_chance < math.inf and math.isfinite(moment)):
         return None
     return min(max((gradient - moment) / (gradient - by_chance), 0.0), 1.0)

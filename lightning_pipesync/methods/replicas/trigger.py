@@ -97,7 +97,8 @@ class GradientTrigger(AveragingPolicy):
         """Waits for the norm, and sends this rank's flag, once in a step; ``skipping``: the user has skipped it."""
         if self._flags is None:
             assert self._norm is not None
-            flag = self.algorithm.measure(self._norm.item(), self._some_missing, skipping)
+            squared_norm = self._transport.sum_over_shards(self._norm.item())
+            flag = self.algorithm.measure(squared_norm, self._some_missing, skipping)
             # If no step is ever synchronized, ranks send nothing.
             self._flags = Handle(list) if self.algorithm.is_local else self._transport.exchange_flags(flag)
         return self._flags

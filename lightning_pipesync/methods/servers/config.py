@@ -9,8 +9,8 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.dtensors import ELEMENTWISE
 from lightning_pipesync.core.plain import encode
-from lightning_pipesync.methods.gradients.bucket_update import ELEMENTWISE
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.servers.policies import Policy, policies
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds

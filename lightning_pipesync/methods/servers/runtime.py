@@ -325,6 +325,14 @@ class ParameterServer(SyncMethod):
     def _learner_type(self) -> type[Learner]:
         return LEARNERS.get(self.config.policy, Learner)
 
+    def _problem_of_shards(self) -> ValueError | None:
+        if self.transport.shards is None:
+            return None
+        return ValueError(
+            "A parameter server answers each rank by itself, so that the shards of a replica would be of different "
+            "weights: use DeAR, Pipe-SGD, SelSync or local SGD with replicas=, or give every rank the whole model."
+        )
+
     def _problem(self) -> ValueError | None:
         kind = self._learner_type
         try:

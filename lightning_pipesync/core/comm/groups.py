@@ -1,0 +1,121 @@
+"""The process groups of a transport."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pipesync.core.comm.messages import end_waits
+from lightning_pipesync.core.comm.nccl import destroy_nccl_groups, new_nccl_group
+from lightning_pipesync.core.faults.shutdown import error_at_shutdown, join_thread
+
+
+class ProcessGroups:
+    """Process groups that nothing else uses. All ranks make all of them, in the same order.
+
+    Attributes:
+        everyone: a Gloo group of all ranks of the default process group.
+        lines: for each rank of the default process group, the ranks along its line of ``replicas``.
+        hosts: the name of the host of each rank.
+
+    Args:
+        device: of tensors that NCCL's groups exchange.
+        timeout: after which a peer that does not answer counts as lost.
+        replicas: a dimension of a device mesh; None: all ranks are in one line.
+    """
+
+    lines: list[Sequence[int]]
+    hosts: list[str]
+
+    def __init__(self, device: torch.device, timeout: timedelta, replicas: DeviceMesh | None) -> None:
+        self._device, self._timeout = device, timeout
+        self._groups: list[dist.ProcessGroup] = []
+        self._kept_waiting: list[dist.ProcessGroup] = []
+        self.everyone = self.new("gloo")
+        own: Sequence[int] = range(dist.get_world_size())
+        if replicas is not None:
+            own = replicas.mesh.tolist() if replicas.ndim == 1 else []
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (own, socket.gethostname()), group=self.everyone)
+        self.lines, self.hosts = map(list, zip(*gathered, strict=True))
+        agreed = (
+            rank in line and all(self.lines[other] == line for other in line) for rank, line in enumerate(self.lines)
+        )
+        if not all(agreed):
+            self.destroy(0.0)
+            raise ValueError(
+                "replicas must be one dimension of a device mesh of all ranks, such as replicas=mesh['replicas'], and "
+                f"the same on all: this rank has {replicas}."
+            )
+
+    @property
+    def shards(self) -> list[list[int]]:
+        """For each rank the ranks that are at the same place in their lines: those of its replica."""
+        place = {rank: line.index(rank) for line in self.lines for rank in line}
+        return [[other for other in sorted(place) if place[other] == place[rank]] for rank in sorted(place)]
+
+    def new(self, backend: str, ranks: Sequence[int] | None = None, ends_waits: bool = True) -> dist.ProcessGroup:
+        """Returns a group of ``ranks``, all if None.
+
+        Args:
+            ends_waits: whether :meth:`end_waits` ends those of this group, too.
+        """
+        members = None if ranks is None else list(ranks)
+        if backend == "nccl":
+            several_hosts = self.num_hosts(range(dist.get_world_size()) if ranks is None else ranks) > 1
+            group = new_nccl_group(members, self._device, self._timeout, several_hosts)
+        else:
+            group = dist.new_group(members, backend=backend, timeout=self._timeout)
+        if ranks is None or dist.get_rank() in ranks:
+            self._groups.append(group)
+            if not ends_waits:
+                self._kept_waiting.append(group)
+        return group
+
+    def dividing(self, backend: str, divided: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Returns this rank's group, of those into which ``divided`` puts each rank of the default process group."""
+        if len(divided[0]) == len(divided):
+            return self.new(backend)
+        groups = {ranks: self.new(backend, ranks) for ranks in dict.fromkeys(map(tuple, divided))}
+        return groups[tuple(divided[dist.get_rank()])]
+
+    def num_hosts(self, ranks: Sequence[int]) -> int:
+        return len({self.hosts[rank] for rank in ranks})
+
+    def share_a_host(self, ranks: Sequence[int]) -> bool:
+        """Returns whether several of ``ranks`` are on one host."""
+        return self.num_hosts(ranks) < len(ranks)
+
+    def connect(self) -> None:
+        """Makes all connections of Gloo's groups: they are in use before the store is used at the same time."""
+        for group in self._groups:
+            if dist.get_backend(group) == "gloo":
+                dist.barrier(group)
+
+    def end_waits(self) -> None:
+        """Ends all waits with an error, but those of NCCL, and of groups that were made otherwise."""
+        for group in [group for group in self._groups if group not in self._kept_waiting]:
+            if group.name() == "gloo":
+                end_waits(group)
+
+    def destroy(self, timeout_s: float) -> None:
+        """Destroys the groups; waits at most ``timeout_s`` seconds for NCCL's operations in flight."""
+        nccl = [group for group in self._groups if dist.get_backend(group) == "nccl"]
+        if nccl:
+            after_error = error_at_shutdown() is not None
+            thread = Thread(target=destroy_nccl_groups, args=(nccl, after_error), name="pipesync-end", daemon=True)
+            thread.start()
+            join_thread(thread, timeout_s)
+        for group in self._groups:
+            if group not in nccl:
+                with suppress(Exception):  # fails if a peer has died
+                    dist.destroy_process_group(group)
+        self._groups.clear()

@@ -1,0 +1,197 @@
+"""Sharded parameters: what a method sees of a DTensor is this rank's shard.
+
+[Note: shards in optimizers]
+While a method is attached, the optimizers of a sharded model have :class:`LocalShard` as their parameters, which share
+memory and gradients with the DTensors. So methods, optimizers and loss scalers work on plain tensors, and FSDP2, which
+gathers the parameters and reduces their gradients within a replica, does not notice. What reads an optimizer by the
+model's parameters, as ``torch.distributed.checkpoint`` does, needs them back: :meth:`ShardedOptimizers.given_back`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipesync.core.torch_private import is_dtensor, local_tensor, num_shards, sharded_like
+
+#: Element-wise optimizers, which can update a shard without the rest.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
+
+
+class LocalShard(nn.Parameter):
+    """This rank's shard of a parameter that is a DTensor: it shares its memory and its gradient.
+
+    Attributes:
+        sharded: the DTensor.
+    """
+
+    sharded: Tensor
+
+    def __new__(cls, sharded: Tensor) -> LocalShard:
+        shard: LocalShard = torch.Tensor._make_subclass(cls, local_tensor(sharded).detach(), sharded.requires_grad)
+        shard.sharded = sharded
+        return shard
+
+    @property
+    def grad(self) -> Tensor | None:
+        gradient = self.sharded.grad
+        return None if gradient is None else local_tensor(gradient)
+
+    @grad.setter
+    def grad(self, values: Tensor | None) -> None:
+        self.sharded.grad = None if values is None else sharded_like(self.sharded, values)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.sharded.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.sharded.requires_grad = requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> LocalShard:
+        self.sharded.requires_grad_(requires_grad)
+        return self
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        return cast(RemovableHandle, self.sharded.register_post_accumulate_grad_hook(lambda _: hook(self)))
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The values, as a plain tensor; other memory cannot be set, since FSDP2 has its own reference to this one."""
+        return Tensor.detach(self)
+
+    def follow(self) -> None:
+        """Shares the memory of the DTensor again, if that has been given another one, as by loading."""
+        present = local_tensor(self.sharded)
+        if present.data_ptr() != self.data_ptr() or present.shape != self.shape:
+            Tensor.data.__set__(self, present.detach())  # type: ignore[attr-defined]
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """Returns the :class:`LocalShard` of a DTensor, the same at each call; any other tensor itself."""
+    if not is_dtensor(parameter):
+        return parameter
+    shard: LocalShard | None = vars(parameter).get("_pipesync_shard")
+    if shard is None:
+        shard = parameter._pipesync_shard = LocalShard(parameter)  # type: ignore[attr-defined]
+    return shard
+
+
+def whole_of(parameter: Tensor) -> Tensor:
+    """Returns the DTensor of a :class:`LocalShard`; any other tensor itself."""
+    return parameter.sharded if isinstance(parameter, LocalShard) else parameter
+
+
+@torch.no_grad()
+def give_values(parameter: Tensor, values: Tensor) -> None:
+    """Makes ``values`` the data of a parameter, without a copy unless it is a :class:`LocalShard`."""
+    if isinstance(parameter, LocalShard):
+        parameter.copy_(values)
+    else:
+        parameter.data = values
+
+
+class ShardedOptimizers:
+    """Gives optimizers this rank's shards in place of their parameters, see [Note: shards in optimizers]."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._hooks = [optimizer.register_load_state_dict_post_hook(self._take) for optimizer in optimizers]
+        for optimizer in optimizers:
+            self._take(optimizer)
+
+    def follow(self) -> None:
+        """Follows parameters whose memory has been replaced, see :meth:`LocalShard.follow`."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if isinstance(parameter, LocalShard):
+                        parameter.follow()
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Context in which the optimizers have the model's parameters, and DTensors as their states."""
+        for optimizer in self._optimizers:
+            _give_back(optimizer)
+        try:
+            yield
+        finally:
+            for optimizer in self._optimizers:
+                self._take(optimizer)
+
+    def release(self) -> None:
+        """Gives the parameters back for good."""
+        for hook in self._hooks:
+            hook.remove()
+        for optimizer in self._optimizers:
+            _give_back(optimizer)
+
+    def _take(self, optimizer: Optimizer) -> None:
+        def local_state(value: Any) -> Any:
+            return local_tensor(value) if isinstance(value, Tensor) and is_dtensor(value) else value
+
+        _replace(optimizer, local_of, lambda _, value: local_state(value))
+
+
+def _give_back(optimizer: Optimizer) -> None:
+    def whole_state(parameter: Tensor, value: Any) -> Any:
+        if isinstance(parameter, LocalShard) and isinstance(value, Tensor) and value.shape == parameter.shape:
+            return sharded_like(parameter.sharded, value) if value.dim() else value
+        return value
+
+    _replace(optimizer, whole_of, whole_state)
+
+
+def _replace(optimizer: Optimizer, replace: Callable[[Tensor], Tensor], convert: Callable[[Tensor, Any], Any]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [replace(parameter) for parameter in group["params"]]
+    states = list(optimizer.state.items())
+    optimizer.state.clear()
+    for parameter, state in states:
+        converted = {name: convert(parameter, value) for name, value in state.items()}
+        optimizer.state[replace(parameter) if isinstance(parameter, Tensor) else parameter] = converted
+
+
+def problem_of_optimizers(
+    optimizers: Iterable[Optimizer], elementwise: Iterable[type[Optimizer]] = ()
+) -> ValueError | None:
+    """Returns the error if an optimizer is not known to update each value by itself, and would need whole tensors."""
+    for optimizer in optimizers:
+        if type(optimizer) not in (*ELEMENTWISE, *elementwise):
+            names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+            return ValueError(
+                f"{type(optimizer).__name__} is not known to be element-wise, as {names} are, and a rank has only a "
+                "shard of each parameter: use one of these with replicas=, or a model that every rank holds whole."
+            )
+    return None
+
+
+def check_sharding(named_parameters: Sequence[tuple[str, Tensor]], num_ranks: int) -> None:
+    """Raises a ValueError unless each parameter is divided among all ``num_ranks`` of a replica; it names one."""
+    sharded = [(name, parameter) for name, parameter in named_parameters if is_dtensor(parameter)]
+    whole = [name for name, parameter in named_parameters if not is_dtensor(parameter) and parameter.requires_grad]
+    if sharded and num_ranks == 1:
+        raise ValueError(
+            f"Parameter {sharded[0][0]} is sharded (DTensor), and every rank counts as a replica: shard along one "
+            "dimension of a device mesh, and pass another one, along which the model is replicated, as "
+            "replicas=mesh['replicas']."
+        )
+    if num_ranks > 1 and whole:
+        raise ValueError(
+            f"Parameter {whole[0]} is not sharded, and a replica has {num_ranks} ranks: nobody averages its gradient "
+            "among them. Shard the root module, too, with fully_shard(model, mesh=mesh['shards']), and ignore no "
+            "parameter."
+        )
+    for name, parameter in sharded:
+        if (number := num_shards(parameter)) != num_ranks:
+            raise ValueError(
+                f"Parameter {name} is divided among {number} ranks, and a replica has {num_ranks}: shard it along all "
+                "dimensions of the device mesh but replicas= (and not along that, which the method synchronizes)."
+            )

@@ -1,0 +1,145 @@
+"""What replicas of several ranks refuse, on all ranks, and what they are exactly: FSDP2 on a mesh of two dimensions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import SGD, Adadelta
+
+from lightning_pipesync import DeAR, LocalSGD, ParameterServer, SelSync
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import raised
+from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, device_mesh, model, sharded, whole
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+        self.layers[1].weight = self.layers[0].weight
+        self.layers[2].bias.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+def train(make: Callable[[], nn.Module], with_fsdp: bool, policy: MixedPrecisionPolicy) -> list[Tensor]:
+    """Trains with DeAR between replicas, or with FSDP2 on both dimensions of the mesh."""
+    mesh, module = device_mesh(), make()
+    fully_shard(module, mesh=mesh if with_fsdp else mesh["shards"], mp_policy=policy)
+    optimizer = adamw(module)
+    sync = None if with_fsdp else DeAR(module, optimizer, replicas=mesh["replicas"], timeout_s=60)
+    for step in range(4):
+        inputs, targets = batch(dist.get_rank(), step)
+        optimizer.zero_grad()
+        (module(inputs) - targets).square().mean().backward()
+        (sync or optimizer).step()
+    if sync is not None:
+        sync.flush()
+        sync.detach()
+    return whole(module)
+
+
+def refuse(attach: Callable[..., Any]) -> str:
+    mesh = device_mesh()
+    error = raised(partial(attach, sharded(mesh["shards"]), mesh))
+    return str(error)
+
+
+def attach_to(method: Any, settings: dict[str, Any], module: nn.Module, mesh: Any) -> None:
+    method(module, SGD(module.parameters(), lr=0.1), replicas=mesh["replicas"], timeout_s=60, **settings)
+
+
+def without_replicas(module: nn.Module, mesh: Any) -> None:
+    SelSync(module, SGD(module.parameters(), lr=0.1), timeout_s=60)
+
+
+def with_both_dimensions(module: nn.Module, mesh: Any) -> None:
+    SelSync(module, SGD(module.parameters(), lr=0.1), replicas=mesh, timeout_s=60)
+
+
+def along_another_mesh(module: nn.Module, mesh: Any) -> None:
+    several = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replicas", "shards"))
+    replicas = several["replicas" if dist.get_rank() < SHARDS else "shards"]
+    SelSync(module, SGD(module.parameters(), lr=0.1), replicas=replicas, timeout_s=60)
+
+
+def along_the_shards(module: nn.Module, mesh: Any) -> None:
+    whole_mesh = sharded(mesh)
+    SelSync(whole_mesh, SGD(whole_mesh.parameters(), lr=0.1), replicas=mesh["replicas"], timeout_s=60)
+
+
+def with_a_whole_layer(module: nn.Module, mesh: Any) -> None:
+    both = nn.Sequential(module, nn.Linear(3, 3))
+    SelSync(both, SGD(both.parameters(), lr=0.1), replicas=mesh["replicas"], timeout_s=60)
+
+
+def with_a_whole_model(module: nn.Module, mesh: Any) -> None:
+    unsharded = model()
+    SelSync(unsharded, SGD(unsharded.parameters(), lr=0.1), replicas=mesh["replicas"], timeout_s=60)
+
+
+def with_another_optimizer(module: nn.Module, mesh: Any) -> None:
+    SelSync(module, Adadelta(module.parameters()), replicas=mesh["replicas"], timeout_s=60)
+
+
+#: By what each says, what is refused.
+REFUSED: dict[str, Callable[..., Any]] = {
+    r"is sharded \(DTensor\), and every rank counts as a replica: .* replicas=mesh\['replicas'\]": without_replicas,
+    "replicas must be one dimension of a device mesh of all ranks": with_both_dimensions,
+    "replicas must be one dimension of a device mesh of all ranks, .* the same on all": along_another_mesh,
+    "Parameter 1.weight is not sharded, and a replica has 2 ranks": with_a_whole_layer,
+    "Parameter 0.weight is not sharded, and a replica has 2 ranks": with_a_whole_model,
+    "Adadelta is not known to be element-wise": with_another_optimizer,
+    "update='sharded' divides what a replica .* has divided already": partial(attach_to, DeAR, {"update": "sharded"}),
+    "topology='torus2d' is one of all ranks": partial(attach_to, DeAR, {"topology": "torus2d"}),
+    "ranks_per_replica=2 is for a model that every rank holds whole": partial(
+        attach_to, LocalSGD, {"ranks_per_replica": 2}
+    ),
+    "on_lost_rank='continue' is for a model": partial(attach_to, LocalSGD, {"on_lost_rank": "continue"}),
+    r"injection=\(0.5, 0.5\) sends rows to all ranks": partial(attach_to, SelSync, {"injection": (0.5, 0.5)}),
+    "A parameter server answers each rank by itself": partial(attach_to, ParameterServer, {}),
+}
+
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {"model": model, "tied": Tied}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    cases: dict[Any, Any] = {says: partial(refuse, attach) for says, attach in REFUSED.items()}
+    for name, make in MODELS.items():
+        for precision, policy in POLICIES.items():
+            for with_fsdp in (False, True):
+                cases[name, precision, with_fsdp] = partial(train, make, with_fsdp, policy)
+    return launch_cases(cases, REPLICAS * SHARDS)
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_refused_on_all_ranks(says: str, outcomes: Outcomes) -> None:
+    for message in outcomes[says]:
+        assert re.search(says, message, re.DOTALL), message
+
+
+@pytest.mark.parametrize("precision", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_dear_between_replicas_is_fsdp2_on_both_dimensions(name: str, precision: str, outcomes: Outcomes) -> None:
+    """Bit for bit with two replicas, whose sums have one order."""
+    for found, expected in zip(outcomes[name, precision, False], outcomes[name, precision, True], strict=True):
+        assert all(map(torch.equal, found, expected))
