@@ -45,6 +45,7 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
         "collectives": "lightning_pipesync.lab.bench.collectives:Collectives",
         "step": "lightning_pipesync.lab.bench.step:Step",
         "timeline": "lightning_pipesync.lab.bench.timeline:Timeline",
+        "sharded": "lightning_pipesync.lab.bench.sharded:Sharded",
         "converge": "lightning_pipesync.lab.bench.converge:Converge",
     },
 }

@@ -194,7 +194,9 @@ def copies_of_the_model(settings: dict[str, Any]) -> float:
     model(torch.ones(1, 64)).sum().backward()
     sync.step()
     sync.synchronize()
-    holders = [holder for bucket in sync._fused.buckets for holder in (bucket, *bucket.feedback) if holder]
+    holders = [
+        holder for bucket in sync._fused.buckets for holder in (bucket.values, bucket, *bucket.feedback) if holder
+    ]
     tensors = [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
     allocated = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     saved = [bucket["feedback"] for bucket in sync.state_dict()["buckets"] if "feedback" in bucket]

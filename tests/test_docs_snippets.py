@@ -97,6 +97,7 @@ RUNS = {
     ("sharded_models", "import torch.distributed as dist"): Run(
         "from torch.optim import AdamW", "dist.barrier()", ranks=4
     ),
+    ("sharded_models", "from lightning.pytorch import Trainer"): Run(ranks=4, init=False),
     ("sharded_models", "import torch.distributed.checkpoint"): Run(
         "import torch\nimport torch.distributed as dist", "sync.detach()", continues=True, ranks=4
     ),

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adadelta
 
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, SelSync
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import raised
+from tests.harness import launch, raised
 from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, device_mesh, model, sharded, whole
 
 
@@ -53,6 +53,24 @@ def train(make: Callable[[], nn.Module], with_fsdp: bool, policy: MixedPrecision
     return whole(module)
 
 
+def lose_a_rank() -> str:
+    """A rank raises, and lives on; the others wait for it, within FSDP2 or in the method."""
+    mesh = device_mesh()
+    module = sharded(mesh["shards"])
+    sync = SelSync(module, SGD(module.parameters(), lr=0.1), timeout_s=300)
+    try:
+        for step in range(100):
+            if step == 2 and dist.get_rank() == 1:
+                raise KeyError("a bug")
+            inputs, targets = batch(dist.get_rank(), step)
+            (module(inputs) - targets).square().mean().backward()
+            sync.step()
+    except Exception as error:
+        sync.detach(timeout_s=1.0)
+        return type(error).__name__
+    return "none"
+
+
 def refuse(attach: Callable[..., Any]) -> str:
     mesh = device_mesh()
     error = raised(partial(attach, sharded(mesh["shards"]), mesh))
@@ -64,7 +82,8 @@ def attach_to(method: Any, settings: dict[str, Any], module: nn.Module, mesh: An
 
 
 def without_replicas(module: nn.Module, mesh: Any) -> None:
-    SelSync(module, SGD(module.parameters(), lr=0.1), timeout_s=60)
+    alone = fully_shard(model(), mesh=init_device_mesh("cpu", (REPLICAS * SHARDS,)))
+    SelSync(alone, SGD(alone.parameters(), lr=0.1), timeout_s=60)
 
 
 def with_both_dimensions(module: nn.Module, mesh: Any) -> None:
@@ -98,9 +117,10 @@ def with_another_optimizer(module: nn.Module, mesh: Any) -> None:
 
 #: By what each says, what is refused.
 REFUSED: dict[str, Callable[..., Any]] = {
-    r"is sharded \(DTensor\), and every rank counts as a replica: .* replicas=mesh\['replicas'\]": without_replicas,
+    r"is sharded \(DTensor\), and no replica of it is known: .* pass the dimension .* as replicas=": without_replicas,
     "replicas must be one dimension of a device mesh of all ranks": with_both_dimensions,
     "replicas must be one dimension of a device mesh of all ranks, .* the same on all": along_another_mesh,
+    "Parameter 0.weight is divided among 2 ranks, 2 of which hold the same shard": along_the_shards,
     "Parameter 1.weight is not sharded, and a replica has 2 ranks": with_a_whole_layer,
     "Parameter 0.weight is not sharded, and a replica has 2 ranks": with_a_whole_model,
     "Adadelta is not known to be element-wise": with_another_optimizer,
@@ -129,6 +149,10 @@ def outcomes() -> Outcomes:
             for with_fsdp in (False, True):
                 cases[name, precision, with_fsdp] = partial(train, make, with_fsdp, policy)
     return launch_cases(cases, REPLICAS * SHARDS)
+
+
+def test_nobody_waits_for_a_lost_rank() -> None:
+    assert launch(lose_a_rank, REPLICAS * SHARDS) == ["RuntimeError", "KeyError", "RuntimeError", "RuntimeError"]
 
 
 @pytest.mark.parametrize("says", REFUSED)

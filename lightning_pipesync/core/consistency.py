@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import dense_strides
+from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
@@ -19,7 +20,7 @@ T = TypeVar("T")
 NAMED_DIFFERENCES = 5
 
 
-def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None:
+def raise_on_all_ranks(transport: Transport | Objects, problem: ValueError | None) -> None:
     """Raises if any rank has a ``problem``, on all ranks; a collective call.
 
     Raises:
@@ -33,7 +34,7 @@ def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None
             raise ValueError(f"Rank {rank} cannot train: {text}")
 
 
-def on_all_ranks(transport: Transport | None, function: Callable[[], T]) -> T:
+def on_all_ranks(transport: Transport | Objects | None, function: Callable[[], T]) -> T:
     """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them; a collective call.
 
     Without a transport there are no other ranks.

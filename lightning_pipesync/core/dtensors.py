@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.core.torch_private import is_dtensor, local_tensor, num_shards, sharded_like
+from lightning_pipesync.core.torch_private import is_dtensor, local_tensor, mesh_beside, sharded_like, shards_and_copies
 
 #: Element-wise optimizers, which can update a shard without the rest.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
@@ -72,6 +74,22 @@ class LocalShard(nn.Parameter):
         present = local_tensor(self.sharded)
         if present.data_ptr() != self.data_ptr() or present.shape != self.shape:
             Tensor.data.__set__(self, present.detach())  # type: ignore[attr-defined]
+
+
+def replicas_of_model(module: nn.Module) -> DeviceMesh | None:
+    """Returns the dimension of the device mesh along which a sharded model is replicated; None: it is not sharded."""
+    sharded = next((parameter for parameter in module.parameters() if is_dtensor(parameter)), None)
+    return None if sharded is None else mesh_beside(sharded)
+
+
+def groups_of_shards(module: nn.Module) -> list[dist.ProcessGroup]:
+    """Returns the process groups among which a model is sharded."""
+    meshes = {parameter.device_mesh for parameter in module.parameters() if is_dtensor(parameter)}  # type: ignore[attr-defined]
+    return [group for mesh in meshes for group in mesh.get_all_groups()]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return any(is_dtensor(parameter) for parameter in module.parameters())
 
 
 def local_of(parameter: Tensor) -> Tensor:
@@ -179,9 +197,9 @@ def check_sharding(named_parameters: Sequence[tuple[str, Tensor]], num_ranks: in
     whole = [name for name, parameter in named_parameters if not is_dtensor(parameter) and parameter.requires_grad]
     if sharded and num_ranks == 1:
         raise ValueError(
-            f"Parameter {sharded[0][0]} is sharded (DTensor), and every rank counts as a replica: shard along one "
-            "dimension of a device mesh, and pass another one, along which the model is replicated, as "
-            "replicas=mesh['replicas']."
+            f"Parameter {sharded[0][0]} is sharded (DTensor), and no replica of it is known: make a device mesh of two "
+            "dimensions with names, such as init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicas', 'shards')), "
+            "and shard along mesh['shards']; or pass the dimension of the replicas as replicas=."
         )
     if num_ranks > 1 and whole:
         raise ValueError(
@@ -190,8 +208,10 @@ def check_sharding(named_parameters: Sequence[tuple[str, Tensor]], num_ranks: in
             "parameter."
         )
     for name, parameter in sharded:
-        if (number := num_shards(parameter)) != num_ranks:
+        shards, copies = shards_and_copies(parameter)
+        if (shards, copies) != (num_ranks, 1):
             raise ValueError(
-                f"Parameter {name} is divided among {number} ranks, and a replica has {num_ranks}: shard it along all "
-                "dimensions of the device mesh but replicas= (and not along that, which the method synchronizes)."
+                f"Parameter {name} is divided among {shards} ranks, {copies} of which hold the same shard, and a "
+                f"replica has {num_ranks}: shard it along all dimensions of the device mesh but that of the replicas, "
+                "which the method synchronizes, and not FSDP2."
             )

@@ -19,6 +19,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.amp.grad_scaler import OptState
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -138,11 +139,20 @@ def sharded_like(sharded: Tensor, local: Tensor) -> Tensor:
     return cast(Tensor, dtensor(local, sharded._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 
-def num_shards(sharded: Tensor) -> int:
-    """Returns over how many ranks a DTensor is divided, without those that hold copies of a shard."""
+def shards_and_copies(sharded: Tensor) -> tuple[int, int]:
+    """Returns over how many ranks of its mesh a DTensor is divided, and how many hold the same shard."""
     spec: Any = sharded._spec  # type: ignore[attr-defined]
     sizes = (spec.mesh.size(dim) for dim, placement in enumerate(spec.placements) if not placement.is_replicate())
-    return math.prod(sizes)
+    number = math.prod(sizes)
+    return number, spec.mesh.size() // number
+
+
+def mesh_beside(sharded: Tensor) -> DeviceMesh | None:
+    """Returns the one dimension of a DTensor's root mesh along which it is not sharded; None if that is not one."""
+    mesh: Any = sharded.device_mesh  # type: ignore[attr-defined]
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    beside = [name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
+    return root[beside[0]] if len(beside) == 1 else None
 
 
 def reshard(module: nn.Module) -> None:

@@ -30,7 +30,7 @@ from lightning_pipesync.lightning.private import (
     run_hooks_before_step,
     writes_average_within_training,
 )
-from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.lightning.sharded import ShardedModuleMixin
 from lightning_pipesync.lightning.uneven import UnevenBatches
 from lightning_pipesync.methods.method import PIECE_MB, parameters_of
 from lightning_pipesync.methods.step import check_unscaling
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
+class SyncStrategyMixin(ShardedModuleMixin):
     """Translates the Trainer's hooks into the calls of a :class:`SyncMethod`.
 
     The module is not wrapped: ``training_step`` runs on it directly. The method synchronizes its gradients and weights.
@@ -261,7 +261,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank."""
-        if self.method is None or not self.method.shards_optimizer_state:
+        if self.method is None or not (self.method.shards_optimizer_state or self._is_sharded):
             return super().optimizer_state(optimizer)
         if self._interrupted:
             rank_zero_warn(
@@ -270,7 +270,8 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
                 "optimizer state."
             )
             return super().optimizer_state(optimizer)
-        return self.method.optimizer_state_dict(unwrapped(optimizer))
+        state = self.method.optimizer_state_dict(unwrapped(optimizer))
+        return self._whole(state) if self._is_sharded else state
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,20 @@ from typing_extensions import deprecated
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import check_same_values, collect_consistent_parameters, raise_on_all_ranks
-from lightning_pipesync.core.dtensors import ShardedOptimizers, local_of, problem_of_optimizers
+from lightning_pipesync.core.consistency import (
+    check_same_values,
+    collect_consistent_parameters,
+    on_all_ranks,
+    raise_on_all_ranks,
+)
+from lightning_pipesync.core.dtensors import (
+    ShardedOptimizers,
+    groups_of_shards,
+    is_sharded,
+    local_of,
+    problem_of_optimizers,
+    replicas_of_model,
+)
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.torch_private import found_overflow, has_unscaled, mark_overflow, reshard
 from lightning_pipesync.data.train_loader import TrainLoader
@@ -55,7 +67,8 @@ class SyncMethod(FrameworkHooks, Method):
         config: the settings; alternatively, pass them as keywords.
         backend: backend of the method's communication, see :class:`Transport`.
         replicas: the dimension of a device mesh along which the model is replicated, such as ``mesh["replicas"]``,
-            where it is sharded along others, by ``fully_shard`` or tensor parallelism; None: every rank has a replica.
+            where ``fully_shard`` has sharded it along another; None: as the mesh of its parameters says, the one
+            dimension along which they are not sharded. Every rank has a replica of a model that is not sharded.
 
     Attributes:
         config: the settings.
@@ -93,7 +106,8 @@ class SyncMethod(FrameworkHooks, Method):
         self.config = config_from(self.config_type, config, settings)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.flushed = False
-        self._module, self._mesh = module, replicas
+        reshard(module)
+        self._module, self._mesh = module, replicas or replicas_of_model(module)
         self.record = StepRecord(len(self.optimizers), self.reduces_together)
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         self._loads: Loads | None = None
@@ -101,11 +115,11 @@ class SyncMethod(FrameworkHooks, Method):
         self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
         self.user_steps = UserSteps(self)
-        self._sharded = None if replicas is None else ShardedOptimizers(self.optimizers)
+        self.transport.end_waits_of(groups_of_shards(module))
+        self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
         try:
-            reshard(module)
-            parameters = self._agreed_parameters()
-            raise_on_all_ranks(self.transport, self._problem() or self._problem_of_shards())
+            parameters = on_all_ranks(self.transport.job, self._agreed_parameters)
+            raise_on_all_ranks(self.transport.job, self._problem() or self._problem_of_shards())
             named = [(parameter.name, parameter.tensor) for parameter in parameters]
             if self.same_optimizer_states:
                 check_same_values(self.transport, named, self.optimizers, weights=False)
@@ -174,11 +188,29 @@ class SyncMethod(FrameworkHooks, Method):
         """Clips the gradient that is about to be applied by its global L2 norm; returns that norm (0-dim)."""
         self.reduce(optimizer)
         parameters = self._trained(optimizer)
-        for tensors in (self.clipped_along(parameters), parameters):
-            norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
-            if self.transport.shards is not None:
-                norm = norm.new_tensor(math.sqrt(self.transport.sum_over_shards(norm.item() ** 2)))
-            torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
+        self.clip_tensors(self.clipped_along(parameters), max_norm)
+        return self.clip_tensors(parameters, max_norm)
+
+    def clip_tensors(
+        self, tensors: Sequence[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clips the ``grad`` of tensors, as :func:`torch.nn.utils.clip_grad_norm_`; of shards by that of whole tensors.
+
+        Raises:
+            ValueError: they are shards, and ``norm_type`` is not 2.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+        """
+        if self.transport.shards is None:
+            return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type!r}: of a sharded model only the L2 norm is known. Omit norm_type.")
+        own = torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
+        norm = own.new_tensor(math.sqrt(self.transport.sum_over_shards(own.item() ** 2)))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"The norm of the gradient is {norm.item()}: find its cause, or set error_if_nonfinite=False."
+            )
+        torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
         return norm
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:

@@ -44,8 +44,9 @@ def clip_norm(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
     if all(step.method.applies_grad for step in steps):
-        nn.utils.clip_grad_norm_(_clipped_along(steps, parameters), max_norm, norm_type)
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        clip = steps[0].method.clip_tensors
+        clip(_clipped_along(steps, parameters), max_norm, norm_type)
+        return clip(parameters, max_norm, norm_type, error_if_nonfinite)
     step = _whole(steps, parameters)
     if norm_type != 2:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.digest import digest
@@ -22,11 +23,11 @@ def section_of(
     name: str, config: Settings, transport: Transport, state: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the section under :data:`CHECKPOINT_KEY`, on rank 0 with all ranks' ``state()``; a collective call."""
-    section: dict[str, Any] = {"strategy": name, "world_size": transport.world_size}
+    section: dict[str, Any] = {"strategy": name, "world_size": transport.job.world_size}
     if config.checkpoint_replicas:
         of_rank = state()
-        section["digests"] = dict(enumerate(transport.gather_objects(digest(of_rank))))
-        section["ranks"] = dict(enumerate(transport.collect_states(of_rank) or []))
+        section["digests"] = dict(enumerate(transport.job.gather_objects(digest(of_rank))))
+        section["ranks"] = dict(enumerate(transport.job.collect_states(of_rank) or []))
     return section
 
 
@@ -55,9 +56,8 @@ def state_of_rank(
         ValueError: on every rank: the state of some rank is damaged; or the checkpoint was written with another number
             of ranks, and can be resumed with that one only.
     """
-    return on_all_ranks(
-        transport, lambda: None if saved is None else _state_in(saved, strategy, transport, config, removable)
-    )
+    job = None if transport is None else transport.job
+    return on_all_ranks(job, lambda: None if saved is None else _state_in(saved, strategy, job, config, removable))
 
 
 def check_digest(state: Any, expected: str, rank: int, where: str, removable: str) -> None:
@@ -70,9 +70,9 @@ def check_digest(state: Any, expected: str, rank: int, where: str, removable: st
 
 
 def _state_in(
-    saved: Mapping[str, Any], strategy: str, transport: Transport | None, config: Settings, removable: str
+    saved: Mapping[str, Any], strategy: str, job: Objects | None, config: Settings, removable: str
 ) -> dict[str, Any] | None:
-    rank, world_size = (0, 1) if transport is None else (transport.rank, transport.world_size)
+    rank, world_size = (0, 1) if job is None else (job.rank, job.world_size)
     if saved["strategy"] != strategy:
         _warn_once(
             rank,

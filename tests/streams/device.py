@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.streams import memory, streams
 from tests.streams.checker import CPU, Checker, device_of, is_on_device, nccl_groups, placing
 
 FACTORIES = ("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn", "arange", "tensor", "as_tensor")
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+
+#: What no rank sends.
+MESSAGE = torch.zeros(1)
 
 _real_device = Tensor.device
 _real_to, _real_tolist, _real_numpy = Tensor.to, Tensor.tolist, Tensor.numpy
@@ -50,10 +54,29 @@ def cuda() -> Iterator[None]:
         stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
         stack.enter_context(patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), create=True))
         stack.enter_context(patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _group_by_device))
+        _meet_messages()
         stack.enter_context(Checker())
         streams.forget_devices()
         yield
         memory.forget()
+
+
+class _Refused(TorchDispatchMode):
+    """Runs no operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def _meet_messages() -> None:
+    """Has torch look up the operations of messages: two threads that did so at once would crash."""
+    group = dist.group.WORLD
+    if group is None:
+        return
+    with _Refused():
+        for operation in (group.send, group.recv):
+            with suppress(NotImplementedError):
+                operation([MESSAGE], 0, 0)
 
 
 def _of_cuda() -> dict[str, Any]:

@@ -22,6 +22,7 @@ class ProcessGroups:
     """Process groups that nothing else uses. All ranks make all of them, in the same order.
 
     Attributes:
+        others: groups of another library, in which this rank may wait, too.
         everyone: a Gloo group of all ranks of the default process group.
         lines: for each rank of the default process group, the ranks along its line of ``replicas``.
         hosts: the name of the host of each rank.
@@ -39,6 +40,7 @@ class ProcessGroups:
         self._device, self._timeout = device, timeout
         self._groups: list[dist.ProcessGroup] = []
         self._kept_waiting: list[dist.ProcessGroup] = []
+        self.others: list[dist.ProcessGroup] = []
         self.everyone = self.new("gloo")
         own: Sequence[int] = range(dist.get_world_size())
         if replicas is not None:
@@ -102,7 +104,7 @@ class ProcessGroups:
 
     def end_waits(self) -> None:
         """Ends all waits with an error, but those of NCCL, and of groups that were made otherwise."""
-        for group in [group for group in self._groups if group not in self._kept_waiting]:
+        for group in [group for group in (*self._groups, *self.others) if group not in self._kept_waiting]:
             if group.name() == "gloo":
                 end_waits(group)
 

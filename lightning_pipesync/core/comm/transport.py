@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pickle import UnpicklingError
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, serialization
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipesync.core.codecs import Codec, get_codec
@@ -23,6 +20,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.mail import Mail
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
@@ -34,18 +32,12 @@ from lightning_pipesync.core.faults.shutdown import (
 #: No timeout; Gloo counts in nanoseconds.
 FOREVER = timedelta(days=365)
 
-#: What a NumPy number in a state, such as a learning rate, is made of.
-NUMPY_NUMBERS: list[Any] = [
-    np.float64(0).__reduce__()[0],
-    np.dtype,
-    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.float16, np.int64, np.int32, np.bool_)),
-]
-
 
 class Transport(Collectives):
     """Asynchronous collectives and messages among the ranks of the default process group, or among replicas.
 
     Attributes:
+        job: objects and states of all ranks of the default process group.
         shards: collectives, over Gloo, among the ranks that hold this rank's replica; None: it is this rank alone.
         row: collectives among this rank and its neighbors, with ``topology="rows"``, else None.
         column: collectives among the ranks with the same place in their rows, with ``topology="rows"``, else None.
@@ -101,6 +93,9 @@ class Transport(Collectives):
         self._control = groups.everyone if replicas is None else groups.dividing("gloo", groups.lines)
         traffic = Traffic()
         watch = PeerWatch(self._timeout, lambda: traffic.num_operations, groups.end_waits)
+        self.job = self._objects = Objects(groups.everyone, watch, traffic)
+        if self._control is not groups.everyone:
+            self._objects = Objects(self._control, watch, traffic)
         gloo, self._messages = GlooExchange(self._control, watch), Messages(self._control, 0, watch)
         super().__init__(dist.get_rank(), groups.lines[dist.get_rank()], gloo, None, traffic, watch)
         self.shards: Collectives | None = None
@@ -179,37 +174,20 @@ class Transport(Collectives):
         return self._handle("broadcast", wait)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Bytes are not counted."""
-        objects: list[Any] = [None] * self.world_size
-        with self.traffic.waiting("objects"), self.watch.waiting("the objects of all ranks"):
-            dist.all_gather_object(objects, obj, group=self._control)
-        return objects
+        """See :meth:`Objects.gather_objects`."""
+        return self._objects.gather_objects(obj)
 
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Returns every rank's ``state`` on rank 0, by rank, as :meth:`receive_state`, and None elsewhere; blocks."""
-        if self.rank != 0:
-            self.send_state(state, 0)
-            return None
-        # The own one, too, is a copy.
-        return [_read(_written(state), 0), *(self.receive_state(rank) for rank in range(1, self.world_size))]
+        """See :meth:`Objects.collect_states`."""
+        return self._objects.collect_states(state)
 
     def send_state(self, state: dict[str, Any], dst: int) -> None:
-        """Sends a state to rank ``dst``, which calls :meth:`receive_state`; blocks."""
-        wire = _written(state)
-        self.send(torch.tensor([wire.numel()]), dst).wait()
-        self.send(wire, dst).wait()
+        """See :meth:`Objects.send_state`."""
+        self._objects.send_state(state, dst)
 
     def receive_state(self, src: int) -> dict[str, Any]:
-        """Returns a state from rank ``src``, with tensors on the CPU; blocks.
-
-        Raises:
-            TypeError: it holds an object that ``torch.load(weights_only=True)`` does not read from a checkpoint either.
-        """
-        size = torch.zeros(1, dtype=torch.int64)
-        self.recv(size, src).wait()
-        wire = torch.empty(int(size), dtype=torch.uint8)
-        self.recv(wire, src).wait()
-        return _read(wire, src)
+        """See :meth:`Objects.receive_state`."""
+        return self._objects.receive_state(src)
 
     @property
     def ranks_per_replica(self) -> int:
@@ -228,6 +206,10 @@ class Transport(Collectives):
         if self.shards is None:
             return value
         return self.shards.all_reduce(torch.tensor([value], dtype=torch.float64)).wait().item()
+
+    def end_waits_of(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Has waits in groups of another library end, too, when a rank is lost: those of Gloo."""
+        self._groups.others += groups
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a process group of these ranks for a library that communicates by itself; a collective call."""
@@ -286,24 +268,3 @@ class Transport(Collectives):
 
     def _group_within(self, backend: str, ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
         return self._groups.dividing(backend, [ranks_of(rank) for rank in range(self.world_size)])
-
-
-def _written(state: dict[str, Any]) -> Tensor:
-    buffer = io.BytesIO()
-    serialization.save(state, buffer)  # not torch.save, which users may replace to count or redirect files
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-
-
-def _read(wire: Tensor, rank: int) -> dict[str, Any]:
-    try:
-        with serialization.safe_globals(NUMPY_NUMBERS):
-            state: dict[str, Any] = serialization.load(
-                io.BytesIO(wire.numpy().tobytes()), map_location="cpu", weights_only=True
-            )
-    except UnpicklingError as error:
-        raise TypeError(
-            f"The state of rank {rank} holds an object that a checkpoint cannot have, since "
-            f"torch.load(weights_only=True) would not read it: leave it out of the optimizer's state, or make it a "
-            f"tensor or a number. {error}"
-        ) from error
-    return state

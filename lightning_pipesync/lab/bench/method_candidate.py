@@ -130,17 +130,20 @@ def lab_of(name: str) -> LabEntry:
     return method.lab(method)
 
 
-def make_candidate(name: str, declared: BenchCandidate) -> MakeCandidate:
-    """Returns a factory of the candidate that a method declares."""
+def make_candidate(name: str, declared: BenchCandidate, **arguments: Any) -> MakeCandidate:
+    """Returns a factory of the candidate that a method declares, with further ``arguments`` of the method."""
     method: Any = METHODS[name]
     kind = PipelineCandidate if method.makes_passes else MethodCandidate
-    return partial(kind, method=method, declared=declared)
+    return partial(kind, method=partial(method, **arguments), declared=declared)
 
 
-def method_candidates(text: str, bucket_mb: Sequence[float], known: Iterable[str]) -> list[MakeCandidate]:
+def method_candidates(
+    text: str, bucket_mb: Sequence[float], known: Iterable[str] = (), **arguments: Any
+) -> list[MakeCandidate]:
     """Returns factories of the candidates that the method ``NAME`` or ``NAME:SETTING=VALUE,...`` declares.
 
-    ``known`` is what else can be compared, for the message of the ValueError for an unknown name.
+    ``known`` is what else can be compared, for the message of the ValueError for an unknown name; ``arguments`` are
+    further ones of the method.
     """
     name, preset, chosen = split_method(text)
     if name not in METHODS:
@@ -153,7 +156,7 @@ def method_candidates(text: str, bucket_mb: Sequence[float], known: Iterable[str
         declared = entry.bench_candidates(label, settings, bucket_mb)
     except TypeError as error:
         raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
-    return [make_candidate(name, one) for one in declared]
+    return [make_candidate(name, one, **arguments) for one in declared]
 
 
 def inputs_of(model: BenchModel, batch: Any) -> Any:

@@ -330,7 +330,7 @@ class ParameterServer(SyncMethod):
             return None
         return ValueError(
             "A parameter server answers each rank by itself, so that the shards of a replica would be of different "
-            "weights: use DeAR, Pipe-SGD, SelSync or local SGD with replicas=, or give every rank the whole model."
+            "weights: use another method, or give every rank the whole model."
         )
 
     def _problem(self) -> ValueError | None:
