@@ -47,6 +47,8 @@ def public_names(module: ModuleType) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_api_pages_list_all_that_a_package_exports(package: str) -> None:
+    if package.endswith(".kernels"):
+        pytest.importorskip("triton", reason="where there is no Triton, no kernel is imported")
     module, names = import_module(package), listed()
     for name in public_names(module):
         value = getattr(module, name)
