@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.round_robin import Timed, time_round_robin
 
 #: Runs the passes of a step: called with what computes the loss, and with what raises if the passes are not needed.
 RunPasses = Callable[[Callable[[], Tensor], Callable[[], object]], Any]
@@ -99,6 +101,36 @@ class Trainable(Candidate):
     @abstractmethod
     def lssr(self) -> float | None:
         """The share of local steps (SelSync, Eq. 4); None if it is not defined."""
+
+
+def time_candidates(
+    candidates: Iterable[Candidate], num_steps: int, rounds: int, progress: Callable[[str], object]
+) -> dict[str, Timed]:
+    """Times a step of each candidate by name, in turns, and closes them; a collective call.
+
+    A measurement has ``num_steps`` steps, or of a candidate with periods as many whole ones as that takes.
+    ``progress`` is called with the name of each that was measured.
+    """
+    by_name = {candidate.name: candidate for candidate in candidates}
+    steps = {name: -(-num_steps // made.period) * made.period for name, made in by_name.items()}
+
+    def run(candidate: Candidate) -> None:
+        for _ in range(steps[candidate.name]):
+            candidate.step()
+
+    def after(name: str) -> None:
+        by_name[name].drain()
+        progress(name)
+
+    timed = time_round_robin(
+        {name: partial(run, candidate) for name, candidate in by_name.items()},
+        rounds,
+        before=lambda name: by_name[name].begin(),
+        after=after,
+    )
+    for candidate in by_name.values():
+        candidate.close()
+    return {name: measured.over(steps[name]) for name, measured in timed.items()}
 
 
 def forward_and_backward(forward: Callable[[], Tensor], check: Callable[[], object]) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -73,10 +73,17 @@ def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
 def fsdp2(model: BenchModel, reshard: bool = False) -> Wrapped:
     """FSDP2: reduce-scatter and all-gather, as in DeAR; with ``reshard`` one more all-gather, before backward."""
     mesh = init_device_mesh(device_of(model.module).type, (dist.get_world_size(),))
+    return Wrapped(
+        "FSDP2, resharded" if reshard else "FSDP2", model, sharded(model, mesh, reshard).module, "two_halves"
+    )
+
+
+def sharded(model: BenchModel, mesh: DeviceMesh, reshard: bool = False) -> BenchModel:
+    """Returns the model, whose layers FSDP2 shards along ``mesh``; along the second of two dimensions (HSDP)."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
-    return Wrapped("FSDP2, resharded" if reshard else "FSDP2", model, model.module, "two_halves")
+    return model
 
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:

@@ -18,6 +18,10 @@ class Timed:
     seconds: list[float]  # on the slowest rank
     processor_seconds: list[float]  # user and system time of all threads of a rank, the mean of all ranks
 
+    def over(self, number: int) -> Timed:
+        """Returns the measurements of one of ``number`` repetitions, of which the operation consists."""
+        return Timed([value / number for value in self.seconds], [value / number for value in self.processor_seconds])
+
 
 def time_round_robin(
     operations: Mapping[str, Callable[[], object]],

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.candidates import Wrapped
+from lightning_pipesync.lab.bench.candidate import Candidate, time_candidates
+from lightning_pipesync.lab.bench.candidates import Wrapped, sharded
 from lightning_pipesync.lab.bench.method_candidate import method_candidates
 from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, computation_seconds, model_names
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
-from lightning_pipesync.lab.bench.round_robin import median_and_quartiles, time_round_robin
+from lightning_pipesync.lab.bench.round_robin import median_and_quartiles
 from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.lab.bench.tables import table_of
 
@@ -100,28 +99,10 @@ class Sharded(Benchmark):
         for method in self.methods:
             for make in method_candidates(method, self.bucket_mb, replicas=mesh["replicas"]):
                 candidates.append(make(sharded(build(), mesh["shards"])))
-        by_name = {candidate.name: candidate for candidate in candidates}
-        steps = {name: -(-self.steps // made.period) * made.period for name, made in by_name.items()}
         for candidate in candidates:
             candidate.prepare()
-
-        def run(candidate: Candidate) -> None:
-            for _ in range(steps[candidate.name]):
-                candidate.step()
-
-        def after(name: str) -> None:
-            by_name[name].drain()
-            progress(f"ratio {ratio:g}: {name}")
-
-        timed = time_round_robin(
-            {name: partial(run, candidate) for name, candidate in by_name.items()},
-            self.rounds,
-            before=lambda name: by_name[name].begin(),
-            after=after,
-        )
-        for candidate in candidates:
-            candidate.close()
-        seconds = {name: [value / steps[name] for value in measured.seconds] for name, measured in timed.items()}
+        timed = time_candidates(candidates, self.steps, self.rounds, lambda name: progress(f"ratio {ratio:g}: {name}"))
+        seconds = {name: measured.seconds for name, measured in timed.items()}
         return {"ratio": ratio, "num_bytes": num_bytes, "compute": forward + backward, "seconds": seconds}
 
     def report(self, results: list[dict[str, Any]]) -> str:
@@ -176,14 +157,6 @@ def _part(result: dict[str, Any], run: dict[str, Any]) -> list[str]:
         "of no communication": lambda row: f"{row.of_alone:.0%}",
     }
     return [heading, table_of(_rows_of(run), columns)]
-
-
-def sharded(model: BenchModel, mesh: DeviceMesh) -> BenchModel:
-    """Returns the model, whose layers FSDP2 shards along all dimensions of ``mesh`` but the first of two (HSDP)."""
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
-    return model
 
 
 def _in_fsdp2(name: str, model: BenchModel, mesh: DeviceMesh) -> Wrapped:

@@ -17,7 +17,7 @@ from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.candidate import Candidate
+from lightning_pipesync.lab.bench.candidate import time_candidates
 from lightning_pipesync.lab.bench.candidates import compared, ddp_name, makers, without_communication
 from lightning_pipesync.lab.bench.models import (
     EMULATED,
@@ -149,24 +149,7 @@ class Step(StepBenchmark):
         cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
         by_name = {candidate.name: candidate for candidate in candidates}
         found = {name: candidate.prepare() for name, candidate in by_name.items()}
-        steps = {name: -(-self.steps // made.period) * made.period for name, made in by_name.items()}
-
-        def run(candidate: Candidate) -> None:
-            for _ in range(steps[candidate.name]):
-                candidate.step()
-
-        def after(name: str) -> None:
-            by_name[name].drain()
-            progress(label + name)
-
-        timed = time_round_robin(
-            {name: partial(run, candidate) for name, candidate in by_name.items()},
-            self.rounds,
-            before=lambda name: by_name[name].begin(),
-            after=after,
-        )
-        for candidate in candidates:
-            candidate.close()
+        timed = time_candidates(candidates, self.steps, self.rounds, lambda name: progress(label + name))
         predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in self.bucket_mb}
         measured = []
         for name, candidate in by_name.items():
@@ -178,8 +161,8 @@ class Step(StepBenchmark):
             measured.append(
                 {
                     "name": name,
-                    "seconds": [value / steps[name] for value in timed[name].seconds],
-                    "processor_seconds": [value / steps[name] for value in timed[name].processor_seconds],
+                    "seconds": timed[name].seconds,
+                    "processor_seconds": timed[name].processor_seconds,
                     "limit": getattr(compressed, candidate.limit),
                     "layer_limit": LayerLimits(compressed, profile.tensors).get(candidate.limit),
                     "predicted": predicted.get(name),
