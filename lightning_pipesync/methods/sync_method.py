@@ -398,7 +398,12 @@ class SyncMethod(FrameworkHooks, Method):
         return problem_of_optimizers(self.optimizers, getattr(self.config, "elementwise", ()))
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, replicas=self._mesh)
+        settings = self._transport_settings()
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, replicas=self._mesh, **settings)
+
+    def _transport_settings(self) -> dict[str, Any]:
+        """Returns further arguments of the method's :class:`Transport`."""
+        return {}
 
     def _agreed_parameters(self) -> list[NamedParameter]:
         """Checks that all ranks have the same parameters, hooks their gradients and returns them; a collective call."""

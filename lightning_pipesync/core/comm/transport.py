@@ -25,9 +25,7 @@ from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import meet
-from lightning_pipesync.core.faults.shutdown import (
-    destroy_process_groups_at_shutdown,
-)
+from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
 
 #: No timeout; Gloo counts in nanoseconds.
 FOREVER = timedelta(days=365)

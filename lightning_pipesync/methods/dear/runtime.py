@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.bucket import FusedBucket
@@ -333,16 +332,12 @@ class DeAR(SyncMethod):
         """Returns what this rank has of the averaged gradient: its shards, and all that is gathered."""
         return [values for bucket in self._fused.of_optimizer(index) for values in bucket.averaged]
 
-    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        return Transport(
-            device,
-            timeout_s=self.config.timeout_s,
-            backend=backend,
-            topology=self.config.topology,
-            torus_columns=self.config.torus_columns,
-            codec=self.config.compression,
-            replicas=self._mesh,
-        )
+    def _transport_settings(self) -> dict[str, Any]:
+        return {
+            "topology": self.config.topology,
+            "torus_columns": self.config.torus_columns,
+            "codec": self.config.compression,
+        }
 
     @property
     def _effective_config(self) -> DeARConfig:

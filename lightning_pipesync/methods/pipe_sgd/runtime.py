@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -236,15 +234,8 @@ class PipeSGD(SyncMethod):
             settings |= {name: getattr(config, name) for name in names}
         return settings
 
-    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        return Transport(
-            device,
-            timeout_s=self.config.timeout_s,
-            backend=backend,
-            topology=self.config.topology,
-            codec=self.config.compression,
-            replicas=self._mesh,
-        )
+    def _transport_settings(self) -> dict[str, Any]:
+        return {"topology": self.config.topology, "codec": self.config.compression}
 
     def _problem(self) -> ValueError | None:
         config = self.config

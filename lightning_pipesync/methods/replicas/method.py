@@ -9,13 +9,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.loads import hook_loading, modules_with
@@ -86,15 +84,15 @@ class ReplicaMethod(SyncMethod):
             **{name: getattr(config, name) for name in structural if name in config.__dataclass_fields__},
         }
 
-    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
+    def _transport_settings(self) -> dict[str, Any]:
         size = self.config.ranks_per_replica
         if self._mesh is not None and (size > 1 or self.config.undoes_averages):
             wrong = f"ranks_per_replica={size!r}" if size > 1 else "on_lost_rank='continue'"
             raise ValueError(f"{wrong} is for a model that every rank holds whole: leave it out with replicas=.")
         if size == 1:
-            return super()._make_transport(device, backend)
+            return {}
         check_group_size(size, dist.get_world_size())
-        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, topology="rows", torus_columns=size)
+        return {"topology": "rows", "torus_columns": size}
 
     def _problem(self) -> ValueError | None:
         share, number = self.config.participation, replicas_of(self.transport).world_size
