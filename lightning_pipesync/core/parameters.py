@@ -98,8 +98,11 @@ def parameters_needed_by(module: nn.Module) -> list[Tensor]:
 
     They are its own, and those that FSDP2 gathers then, its submodules' and prefetched ones included.
     """
-    needed = map(local_of, chain(module.parameters(recurse=False), gathered_by(module)))
-    return list({id(parameter): parameter for parameter in needed}.values())
+    own = [local_of(parameter) for parameter in module.parameters(recurse=False)]
+    gathered = gathered_by(module)
+    if not gathered:
+        return own
+    return list({id(parameter): parameter for parameter in (*own, *map(local_of, gathered))}.values())
 
 
 def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

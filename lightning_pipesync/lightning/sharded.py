@@ -24,9 +24,7 @@ class ShardedModuleMixin(PipeSyncStrategyMixin[SyncMethod]):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if not self._is_sharded:
-            return state
-        if self._interrupted:
+        if self._is_sharded and self._interrupted:
             rank_zero_warn(
                 "The checkpoint is saved after an error, when other ranks may be gone. Each rank has only a shard of "
                 "the weights, so the checkpoint has none."
@@ -37,9 +35,12 @@ class ShardedModuleMixin(PipeSyncStrategyMixin[SyncMethod]):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        return self._whole(state) if self._is_sharded and not self._interrupted else state
+        return state if self._interrupted else self._whole(state)
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state with whole tensors, if the module is sharded; a collective call."""
+        if not self._is_sharded:
+            return state
         from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
 
         return whole_state(state)

@@ -270,8 +270,7 @@ class SyncStrategyMixin(ShardedModuleMixin):
                 "optimizer state."
             )
             return super().optimizer_state(optimizer)
-        state = self.method.optimizer_state_dict(unwrapped(optimizer))
-        return self._whole(state) if self._is_sharded else state
+        return self._whole(self.method.optimizer_state_dict(unwrapped(optimizer)))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
