@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from tests.conformance.training import (
     network,
     optimizers_of,
     order,
+    replica_of_process,
     scaler_of,
     scheduler_of,
+    whole,
 )
 
 Settings = dict[str, Any]
@@ -100,7 +102,7 @@ def run_loop(
         loop.load(resume.path)
     loaded = flat(loop.model) if resume else None
     if batches is None:
-        batches = order(rank=0 if method is not None and method.pipeline else rank)
+        batches = order(0 if method is not None and method.pipeline else rank, options.ranks)
     for index, indices in enumerate(batches[first:], first):
         x, y = batch_of(indices)
         loop.train_on(index, x.to(options.device), y.to(options.device))
@@ -123,23 +125,31 @@ class PlainLoop(Loop):
     def __init__(self, method: Method | None, settings: Settings, options: Options) -> None:
         super().__init__(method, settings, options)
         self.sync = None
-        seed = 0 if method is None else rank_of_process()  # rank 0's weights count
-        self.model = network(options, seed)
+        seed = 0 if method is None else replica_of_process(options)  # rank 0's weights count
+        self.model = self.called = self.make_network(method, seed)
         self.optimizers = optimizers_of(self.model, options)
-        self.called = self.model
         if method is None:
-            self.called = DistributedDataParallel(self.model)
+            self.called = self.without_method(self.model)
         else:
-            self.sync = method.plain(self.model, self.optimizers, **settings)
+            self.attach = partial(method.plain, self.model, self.optimizers, **settings)
+            self.sync = self.attach()
         self.schedulers = [scheduler_of(optimizer) for optimizer in self.optimizers]
         self.scaler = scaler_of(options, enabled=options.precision == "16-mixed")
+
+    def make_network(self, method: Method | None, seed: int) -> nn.Sequential:
+        return network(self.options, seed)
+
+    def without_method(self, model: nn.Sequential) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return getattr(self.sync or self.called, "no_sync", nullcontext)()
 
     def train_on(self, index: int, x: Tensor, y: Tensor) -> None:
         accumulate = self.options.accumulate
         step, within = divmod(index, accumulate)
         optimizer = self.optimizers[step % len(self.optimizers)]
-        no_sync = getattr(self.sync or self.called, "no_sync", nullcontext)
-        with no_sync() if within + 1 < accumulate else nullcontext():
+        with self.no_sync() if within + 1 < accumulate else nullcontext():
             with autocast(self.options):
                 output = self.called(x)
             self.scaler.scale(loss_of(output, y) / accumulate).backward()
@@ -166,7 +176,7 @@ class PlainLoop(Loop):
             clip = (
                 partial(nn.utils.clip_grad_norm_, trained) if sync is None else partial(sync.clip, optimizer=optimizer)
             )
-            self.norms.append(float(clip(max_norm)))
+            self.norms.append(float(whole(clip(max_norm))))
         elif max_value is not None:
             if hasattr(sync, "clip_value"):
                 sync.clip_value(max_value, optimizer)
@@ -223,7 +233,7 @@ class FabricLoop(Loop):
         self.fabric = Fabric(accelerator=options.device, devices=options.ranks, strategy=strategy, **precision)
         self.fabric.launch()
         self.method = method
-        self.model = network(options, seed=rank_of_process())
+        self.model = self.make_network(replica_of_process(options))
         optimizers = optimizers_of(self.model, options)
         self.schedulers = [scheduler_of(optimizer) for optimizer in optimizers]
         if options.several:  # one by one
@@ -231,6 +241,9 @@ class FabricLoop(Loop):
             self.optimizers = [self.fabric.setup_optimizers(optimizer) for optimizer in optimizers]
         else:
             self.called, *self.optimizers = self.fabric.setup(self.model, *optimizers)
+
+    def make_network(self, seed: int) -> nn.Sequential:
+        return network(self.options, seed)
 
     def train_on(self, index: int, x: Tensor, y: Tensor) -> None:
         options, fabric = self.options, self.fabric

@@ -28,6 +28,7 @@ class Method:
         exact_in_trainer: settings with which a Trainer's batches are DDP's, in addition to ``exact``.
         own_norm: whether clipping returns the norm of this rank's gradient, as none has the mean.
         sharded_norm: whether the gradient's norm is a sum over shards: clipping by it is DDP's but for rounding.
+        sharded: the indices of the typical settings that replicas of several ranks have; none if it refuses them.
         pipeline: whether it makes the forward and backward passes itself; all ranks then get the same batches.
     """
 
@@ -40,6 +41,7 @@ class Method:
     exact_in_trainer: dict[str, Any] = field(default_factory=dict)
     own_norm: bool = False
     sharded_norm: bool = False
+    sharded: tuple[int, ...] = ()
     pipeline: bool = False
 
 
@@ -53,6 +55,7 @@ METHODS = {
             typical=({"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"}, {"update": "sharded"}),
             wrong=("update", "halved"),
             sharded_norm=True,
+            sharded=(0,),
         ),
         Method(
             "selsync",
@@ -64,6 +67,7 @@ METHODS = {
                 {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3, "overlap": "forward", "bucket_mb": 1e-4},
             ),
             wrong=("delta", -0.1),
+            sharded=(0, 1),
         ),
         Method(
             "local_sgd",
@@ -75,6 +79,7 @@ METHODS = {
                 {"period": "selsync", "lssr": 0.5, "fragments": 2, "overlap_steps": 1},
             ),
             wrong=("period", 0),
+            sharded=(0, 1, 2),
         ),
         Method(
             "pipe_sgd",
@@ -82,6 +87,7 @@ METHODS = {
             exact={"staleness": 0},
             typical=({}, {"staleness": 2, "compression": "int8"}),
             wrong=("staleness", -1),
+            sharded=(0, 1),
         ),
         Method(
             "parameter_server",
@@ -92,7 +98,7 @@ METHODS = {
             own_norm=True,
             sharded_norm=True,
         ),
-        Method("averaging", Averaging, exact={}, typical=({"bucket_mb": 1e-4},), wrong=("bucket_mb", 0)),
+        Method("averaging", Averaging, exact={}, typical=({"bucket_mb": 1e-4},), wrong=("bucket_mb", 0), sharded=(0,)),
         Method(
             "ea_pipe",
             EAPipe,

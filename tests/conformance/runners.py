@@ -11,10 +11,12 @@ from tests.conformance import trainer
 from tests.conformance.loops import AccelerateLoop, FabricLoop, Loop, PlainLoop, run_loop
 from tests.conformance.methods import Method
 from tests.conformance.pipelines import AcceleratePipelineLoop, PipelineLoop, VirtualPipelineLoop
+from tests.conformance.shards import ShardedFabricLoop, ShardedPlainLoop
 from tests.conformance.training import Checkpoint, Options, Result
 
 LOOPS: dict[str, type[Loop]] = {"plain": PlainLoop, "fabric": FabricLoop, "accelerate": AccelerateLoop}
 PIPELINE_LOOPS: dict[str, type[Loop]] = {"plain": PipelineLoop, "accelerate": AcceleratePipelineLoop}
+SHARDED_LOOPS: dict[str, type[Loop]] = {"plain": ShardedPlainLoop, "fabric": ShardedFabricLoop}
 
 
 def train(
@@ -38,7 +40,9 @@ def train(
     """
     if framework == "lightning":
         return trainer.fit(method, settings, options, save, resume)
-    return run_loop(_loop(framework, method), method, settings, options, save=save, resume=resume)
+    return run_loop(
+        _loop(framework, method, options.ranks_per_replica > 1), method, settings, options, save=save, resume=resume
+    )
 
 
 def train_plainly(method: Method, settings: dict[str, Any], options: Options, batches: list[list[int]]) -> Result:
@@ -54,5 +58,7 @@ def saved_weights(framework: str, method: Method | None, path: Path) -> Tensor:
     return _loop(framework, method).saved_weights(path)
 
 
-def _loop(framework: str, method: Method | None) -> type[Loop]:
+def _loop(framework: str, method: Method | None, sharded: bool = False) -> type[Loop]:
+    if sharded:
+        return SHARDED_LOOPS[framework]
     return (PIPELINE_LOOPS if method is not None and method.pipeline else LOOPS)[framework]

@@ -11,9 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from tests.conformance.methods import Method
+from tests.conformance.shards import device_mesh, shard
 from tests.conformance.training import (
     BATCH_SIZE,
     BATCHES,
@@ -26,6 +28,7 @@ from tests.conformance.training import (
     loss_of,
     network,
     optimizers_of,
+    replica_of_process,
     scaler_of,
     scheduler_of,
 )
@@ -37,11 +40,15 @@ class Module(pl.LightningModule):
 
     def __init__(self, options: Options, scheduled: bool) -> None:
         super().__init__()
-        self.model = network(options, seed=int(os.environ["RANK"]))
+        self.model = network(options, replica_of_process(options))
         self.options, self.scheduled = options, scheduled
         self.automatic_optimization = not options.several
         self.seen: list[list[int]] = []
         self.loaded: Tensor | None = None
+
+    def configure_model(self) -> None:
+        if self.options.ranks_per_replica > 1 and not isinstance(self.model, FSDPModule):
+            shard(self.model, device_mesh(self.options)["shards"])
 
     def configure_optimizers(self) -> Any:
         optimizers = optimizers_of(self.model, self.options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
@@ -43,6 +44,7 @@ class Options:
         hidden: width of the hidden layer.
         device: type of the device that it is trained on.
         ranks: their number.
+        ranks_per_replica: among which FSDP2 shards the network.
         fault: what befalls rank 1 in its fifth forward pass, see :class:`Fault`.
     """
 
@@ -58,6 +60,7 @@ class Options:
     hidden: int = 10
     device: str = "cpu"
     ranks: int = 2
+    ranks_per_replica: int = 1
     fault: Callable[[], object] | None = None
 
 
@@ -98,6 +101,11 @@ class Result:
     scale: float = 1.0
     norms: list[float] = field(default_factory=list)
     own: Tensor | None = None
+
+
+def replica_of_process(options: Options) -> int:
+    """Returns the number of this process's replica: the seed of its network. That of replica 0 counts."""
+    return int(os.environ["RANK"]) // options.ranks_per_replica
 
 
 class Fault(nn.Tanh):
@@ -145,11 +153,11 @@ def scaler_of(options: Options, enabled: bool = True) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(options.device, init_scale=options.loss_scale, growth_interval=3, enabled=enabled)
 
 
-def order(rank: int) -> list[list[int]]:
+def order(rank: int, ranks: int = 2) -> list[list[int]]:
     """Returns the samples of each batch of all epochs, in a loop whose data no framework orders."""
     batches = []
     for epoch in range(EPOCHS):
-        samples = torch.randperm(64, generator=torch.Generator().manual_seed(epoch)).tolist()[rank::2]
+        samples = torch.randperm(64, generator=torch.Generator().manual_seed(epoch)).tolist()[rank::ranks]
         batches += [samples[i : i + BATCH_SIZE] for i in range(0, BATCHES * BATCH_SIZE, BATCH_SIZE)]
     return batches
 
@@ -160,10 +168,15 @@ def batch_of(indices: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """Returns all parameters in one vector on the CPU."""
+    """Returns all parameters in one vector on the CPU; a collective call if they are sharded."""
     return flat_state(dict(model.named_parameters()))
 
 
 def flat_state(state: dict[str, Any]) -> Tensor:
     """Returns all tensors of a ``state_dict`` in one vector on the CPU, sorted by name, as some files are."""
-    return torch.cat([state[name].detach().flatten() for name in sorted(state)]).cpu()
+    return torch.cat([whole(state[name].detach()).flatten() for name in sorted(state)]).cpu()
+
+
+def whole(value: Tensor) -> Tensor:
+    """Returns a tensor itself, or all of one that is sharded, in a collective call."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
