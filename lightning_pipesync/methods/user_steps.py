@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from lightning_pipesync.methods.sync_method import SyncMethod
+    from lightning_pipesync.methods.step_calls import StepCalls
 
 T = TypeVar("T")
 
@@ -79,12 +79,12 @@ def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[No
 
 
 class UserSteps:
-    """Runs what a user or a framework passes to :meth:`SyncMethod.step`, with each call in its order.
+    """Runs what a user or a framework passes to :meth:`StepCalls.step`, with each call in its order.
 
     ``guards`` are those of the optimizers.
     """
 
-    def __init__(self, sync: SyncMethod) -> None:
+    def __init__(self, sync: StepCalls) -> None:
         self._sync = sync
         self.guards = [StepGuard(optimizer, type(sync).__name__) for optimizer in sync.optimizers]
 
@@ -105,7 +105,7 @@ class UserSteps:
         self._sync.check_gradient(index)
 
     def update_own(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Updates this rank's weights by its own optimizer, with ``update`` as in :meth:`SyncMethod.step`.
+        """Updates this rank's weights by its own optimizer, with ``update`` as in :meth:`StepCalls.step`.
 
         Raises:
             RuntimeError: a call is out of order.

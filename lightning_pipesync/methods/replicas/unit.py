@@ -80,7 +80,7 @@ class ReplicaUnit:
             self._gradients.average()
 
     def complete_gradient(self) -> bool:
-        """Shows the gradient to the policy after the warm-up; returns as :meth:`SyncMethod._complete`."""
+        """Shows the gradient to the policy after the warm-up; returns as :meth:`StepCalls._complete`."""
         return not self._warming_up and self.policy.complete_gradient()
 
     def in_step(self) -> AbstractContextManager[None]:
