@@ -155,6 +155,7 @@ class Bucket:
             end += -(-tensor.numel() // step) * step
         with torch.inference_mode(False):  # a validation may be the first to need the buffer
             self.flat = zeros_with_room(end, num_shards, tensors[0].dtype, tensors[0].device)
+        self._num_bytes = self.flat.untyped_storage().nbytes()  # with the room
         self.views = [shaped(self.flat[place], like=t) for place, t in zip(self.places, tensors, strict=True)]
         ends = [place.start for place in self.places[1:]] + [end]
         gaps = [self.flat[place.stop : next_start] for place, next_start in zip(self.places, ends, strict=True)]
@@ -183,6 +184,19 @@ class Bucket:
     @torch.no_grad()
     def unpack(self, tensors: Sequence[Tensor]) -> None:
         foreach_copy_(list(tensors), self.views)
+
+    def release_memory(self) -> None:
+        """Frees the memory of the buffer, which keeps its views, until :meth:`take_memory`; on a CPU only.
+
+        On a GPU the memory stays: what several streams use would have to be given back to all of them.
+        """
+        if not self.flat.is_cuda:
+            self.flat.untyped_storage().resize_(0)
+
+    def take_memory(self) -> None:
+        """Gives the buffer memory again, with undefined values, if :meth:`release_memory` has freed it."""
+        if not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self._num_bytes)
 
 
 def shard_numel(numel: int, world_size: int) -> int:

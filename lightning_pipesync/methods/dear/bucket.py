@@ -27,8 +27,9 @@ from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 class FusedBucket(GradientBucket):
     """Parameters of one group of one optimizer, which become views of one buffer, ``values``.
 
-    Shards of FSDP2's stay where they are, and ``values`` is None. If it is ``sharded``, this rank updates only its
-    shard. ``gradient_shard`` is what the reduce-scatter averages.
+    Shards of FSDP2's stay where they are, and ``values`` is None; then ``gradients`` has memory only from its
+    reduce-scatter until the update, so that it has none while FSDP2 has gathered most. If it is ``sharded``, this rank
+    updates only its shard. ``gradient_shard`` is what the reduce-scatter averages.
     """
 
     kind = "reduce_scatter"
@@ -100,6 +101,7 @@ class FusedBucket(GradientBucket):
                     continue
                 view.copy_(tensor)
                 tensor.data = view
+        self.gradients.take_memory()
         super().reduce(queue, requires)
         self.note_gradients()
         self._num_early = 0
@@ -126,6 +128,9 @@ class FusedBucket(GradientBucket):
     def wait(self) -> None:
         if self._gathered is not None:
             self._gathered.wait()
+            if self.values is None:
+                self._gathered = None  # the next gradients may be in the buffer when this is called again
+                self.gradients.release_memory()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the residuals of the codec; empty without error feedback."""
