@@ -46,6 +46,7 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
         "step": "lightning_pipesync.lab.bench.step:Step",
         "timeline": "lightning_pipesync.lab.bench.timeline:Timeline",
         "sharded": "lightning_pipesync.lab.bench.sharded:Sharded",
+        "memory": "lightning_pipesync.lab.bench.memory:Memory",
         "converge": "lightning_pipesync.lab.bench.converge:Converge",
     },
 }

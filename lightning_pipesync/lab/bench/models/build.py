@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from lightning_pipesync.lab.bench.models.table import ModelTable
 EMULATED = "emulated-"
 _REAL: dict[str, Callable[..., BenchModel]] = {
     "transformer": real.transformer,
+    "transformer-14m": partial(real.transformer, name="transformer-14m", hidden=512, heads=8),
     "cnn": real.cnn,
     "resnet50": real.resnet50,
     "bert-base": real.bert_base,

@@ -67,8 +67,11 @@ class SmallCNN(nn.Module):
         return logits
 
 
-def transformer(batch_size: int = 8) -> BenchModel:
-    """Returns a :class:`TransformerLM` of 3.7 million values, on random sequences of 64 tokens."""
+def transformer(batch_size: int = 8, name: str = "transformer", **sizes: int) -> BenchModel:
+    """Returns a :class:`TransformerLM` of ``sizes``, of 3.7 million values if none are given.
+
+    It trains on random sequences of 64 tokens.
+    """
 
     def make_batch(rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -77,8 +80,8 @@ def transformer(batch_size: int = 8) -> BenchModel:
     def loss(module: nn.Module, batch: Tensor) -> Tensor:
         return cross_entropy(module(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    module = TransformerLM()
-    return BenchModel("transformer", module, list(module.layers), make_batch, loss)
+    module = TransformerLM(**sizes)
+    return BenchModel(name, module, list(module.layers), make_batch, loss)
 
 
 def cnn(batch_size: int = 32) -> BenchModel:
