@@ -23,6 +23,7 @@ from lightning_pipesync.fabric.strategy import mixin_of as fabric_mixin_of
 from lightning_pipesync.lightning.pipeline import mixin_of as lightning_mixin_of
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.replica_layout import ReplicaLayout
 from lightning_pipesync.training.strategies import MixinOf, signature_of
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +69,7 @@ def mixins(mixin_of: MixinOf, ddp_strategy: type, suffix: str, methods: list[typ
     for method in methods:
         mixin, without = mixin_of(method)
         types.imported.add(mixin)
-        arguments = list(signature_of(method, ddp_strategy, without).parameters.values())[1:]
+        arguments = list(signature_of(method, mixin, ddp_strategy, without).parameters.values())[1:]
         classes.append(_mixin(method, mixin, suffix, arguments, types))
     return types, classes
 
@@ -92,7 +93,7 @@ class {method.__name__}{suffix}Mixin({mixin.__name__}):
 
 
 def _arguments_docs(method: type[Method], arguments: list[Parameter]) -> str:
-    docs = docs_of(method.config_type)
+    docs = {**docs_of(ReplicaLayout), **docs_of(method.config_type)}
     described = [
         textwrap.fill(
             f"{argument.name}: {docs.get(argument.name) or FRAMEWORK_DOCS.get(argument.name, 'as in DDPStrategy.')}",

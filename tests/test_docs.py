@@ -20,7 +20,10 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "lightning_pipesync"
 #: What the classes with a method's settings are called after it.
 KINDS = ("", "Config", "Strategy", "FabricStrategy")
 #: Arguments of those classes that are no settings.
-ARGUMENTS = {"backend", "replicas", "virtual_stages", "process_group_backend", "device", "others", "start_method"}
+ARGUMENTS = {
+    *("backend", "replicas", "virtual_stages", "device", "others"),
+    *("process_group_backend", "start_method", "ranks_per_replica", "tensor_parallel_size"),
+}
 
 
 @pytest.mark.parametrize("name", ["dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync"])

@@ -65,6 +65,12 @@ def test_a_plain_name_works_if_the_script_imports_the_package(name: str) -> None
     assert cli("--trainer.strategy", name).trainer.strategy.name == name
 
 
+def test_the_sizes_of_the_device_mesh() -> None:
+    sizes = {"ranks_per_replica": "8", "tensor_parallel_size": "2"}
+    layout = cli(*of_class("DeARStrategy", **sizes)).trainer.strategy.layout
+    assert (layout.ranks_per_replica, layout.tensor_parallel_size) == (8, 2)
+
+
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:
     parameters = dict(inspect.signature(STRATEGIES[name]).parameters)
     assert len(parameters) > 10

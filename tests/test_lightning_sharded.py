@@ -49,11 +49,12 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Sharding(pl.LightningModule):
-    """The model, in whose ``configure_model`` FSDP2 shards it."""
+    """The model, in whose ``configure_model`` FSDP2 shards it: by the strategy's mesh, or by one of its own."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "layers"):
-            self.layers = sharded(device_mesh()["shards"])
+            mesh = device_mesh()["shards"] if self.device_mesh is None else self.device_mesh["data_parallel"]
+            self.layers = sharded(mesh)
 
     def training_step(self, data: tuple[Tensor, Tensor], _: int) -> Tensor:
         return (self.layers(data[0]) - data[1]).square().mean()
@@ -65,11 +66,13 @@ class Sharding(pl.LightningModule):
         return adamw(self)
 
 
-def fit(name: str, folder: Path, checkpoint: Path | None = None, **settings: Any) -> Sharding:
+def fit(
+    name: str, folder: Path, checkpoint: Path | None = None, ranks_per_replica: int = 1, **settings: Any
+) -> Sharding:
     method, of_method = SETTINGS[name]
     if method == "selsync":
         of_method = {**of_method, "partition": "defdp"}
-    strategy = make_strategy({"name": method, "timeout_s": 60, **of_method})
+    strategy = make_strategy({"name": method, "timeout_s": 60, "ranks_per_replica": ranks_per_replica, **of_method})
     order = DistributedSampler(Rows(), REPLICAS * SHARDS, int(os.environ["RANK"]), shuffle=False)
     module, loader = Sharding(), DataLoader(Rows(), batch_size=BATCH, sampler=order)
     run = trainer(strategy, REPLICAS * SHARDS, folder, max_epochs=1, **settings)
@@ -79,14 +82,15 @@ def fit(name: str, folder: Path, checkpoint: Path | None = None, **settings: Any
 
 
 def fit_and_resume(name: str, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """The module has a mesh of its own, and, where it resumes, that of the strategy."""
     folder = folder / name
     saves = ModelCheckpoint(folder, "saved", every_n_train_steps=SAVED_AT)
     uninterrupted = whole(fit(name, folder / "whole", callbacks=[saves], enable_checkpointing=True))
-    return uninterrupted, whole(fit(name, folder / "rest", folder / "saved.ckpt"))
+    return uninterrupted, whole(fit(name, folder / "rest", folder / "saved.ckpt", ranks_per_replica=SHARDS))
 
 
 def fit_clipped(name: str, folder: Path) -> list[Tensor]:
-    return whole(fit(name, folder / f"{name} clipped", gradient_clip_val=0.1))
+    return whole(fit(name, folder / f"{name} clipped", ranks_per_replica=SHARDS, gradient_clip_val=0.1))
 
 
 @pytest.fixture(scope="module")

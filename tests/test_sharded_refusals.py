@@ -126,8 +126,8 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "Adadelta is not known to be element-wise": with_another_optimizer,
     "update='sharded' divides what a replica .* has divided already": partial(attach_to, DeAR, {"update": "sharded"}),
     "topology='torus2d' is one of all ranks": partial(attach_to, DeAR, {"topology": "torus2d"}),
-    "ranks_per_replica=2 is for a model that every rank holds whole": partial(
-        attach_to, LocalSGD, {"ranks_per_replica": 2}
+    "ranks_per_replica=4, and by the device mesh a replica has 2 ranks": partial(
+        attach_to, LocalSGD, {"ranks_per_replica": 4}
     ),
     "on_lost_rank='continue' is for a model": partial(attach_to, LocalSGD, {"on_lost_rank": "continue"}),
     r"injection=\(0.5, 0.5\) sends rows to all ranks": partial(attach_to, SelSync, {"injection": (0.5, 0.5)}),

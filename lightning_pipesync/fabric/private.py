@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.private_names import require
+from lightning_pipesync.fabric.distribution import init_utilities
 
 #: Packages of Lightning's distributions.
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -33,3 +35,12 @@ def control_backward_sync(strategy: Any, control: Any) -> None:
     """Replaces the object of a Fabric strategy that implements ``fabric.no_backward_sync``."""
     require(strategy, "_backward_sync_control")
     strategy._backward_sync_control = control
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Gives a module that was made on the meta device memory on ``device``, and resets its parameters.
+
+    It warns of parts without ``reset_parameters()``, whose values are undefined until they are loaded.
+    """
+    require(init_utilities, "_materialize_distributed_module")
+    init_utilities._materialize_distributed_module(module, device)

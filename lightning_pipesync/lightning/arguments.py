@@ -60,6 +60,12 @@ class DeARStrategyMixin(SyncStrategyMixin):
         precision_plugin: as in DDPStrategy.
         process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
         start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        ranks_per_replica: Number of neighboring ranks that hold a replica of a sharded model together, such as those of
+            a host. With more than one, the strategy makes a device mesh ("replicas", "data_parallel",
+            "tensor_parallel"), by which the model is to be sharded, and synchronizes along "replicas".
+        tensor_parallel_size: Number of neighboring ranks of a replica that get the same batches: the size of
+            "tensor_parallel" in the mesh. It must divide ``ranks_per_replica``; the quotient is the size of
+            "data_parallel".
 
     Raises:
         ValueError: a setting is unknown or out of its range.
@@ -93,6 +99,8 @@ class DeARStrategyMixin(SyncStrategyMixin):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
     ) -> None: ...
 
 
@@ -224,6 +232,9 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         precision_plugin: as in DDPStrategy.
         process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
         start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        tensor_parallel_size: Number of neighboring ranks of a replica that get the same batches: the size of
+            "tensor_parallel" in the mesh. It must divide ``ranks_per_replica``; the quotient is the size of
+            "data_parallel".
 
     Raises:
         ValueError: a setting is unknown or out of its range.
@@ -267,6 +278,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        tensor_parallel_size: int = 1,
     ) -> None: ...
 
 
@@ -326,6 +338,12 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         precision_plugin: as in DDPStrategy.
         process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
         start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        ranks_per_replica: Number of neighboring ranks that hold a replica of a sharded model together, such as those of
+            a host. With more than one, the strategy makes a device mesh ("replicas", "data_parallel",
+            "tensor_parallel"), by which the model is to be sharded, and synchronizes along "replicas".
+        tensor_parallel_size: Number of neighboring ranks of a replica that get the same batches: the size of
+            "tensor_parallel" in the mesh. It must divide ``ranks_per_replica``; the quotient is the size of
+            "data_parallel".
 
     Raises:
         ValueError: a setting is unknown or out of its range.
@@ -376,6 +394,8 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
     ) -> None: ...
 
 
@@ -416,6 +436,12 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
         precision_plugin: as in DDPStrategy.
         process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
         start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        ranks_per_replica: Number of neighboring ranks that hold a replica of a sharded model together, such as those of
+            a host. With more than one, the strategy makes a device mesh ("replicas", "data_parallel",
+            "tensor_parallel"), by which the model is to be sharded, and synchronizes along "replicas".
+        tensor_parallel_size: Number of neighboring ranks of a replica that get the same batches: the size of
+            "tensor_parallel" in the mesh. It must divide ``ranks_per_replica``; the quotient is the size of
+            "data_parallel".
 
     Raises:
         ValueError: a setting is unknown or out of its range.
@@ -446,6 +472,8 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
     ) -> None: ...
 
 
@@ -491,6 +519,12 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         precision_plugin: as in DDPStrategy.
         process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
         start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        ranks_per_replica: Number of neighboring ranks that hold a replica of a sharded model together, such as those of
+            a host. With more than one, the strategy makes a device mesh ("replicas", "data_parallel",
+            "tensor_parallel"), by which the model is to be sharded, and synchronizes along "replicas".
+        tensor_parallel_size: Number of neighboring ranks of a replica that get the same batches: the size of
+            "tensor_parallel" in the mesh. It must divide ``ranks_per_replica``; the quotient is the size of
+            "data_parallel".
 
     Raises:
         ValueError: a setting is unknown or out of its range.
@@ -524,4 +558,6 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
     ) -> None: ...

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -17,7 +18,7 @@ from lightning_pipesync.fabric.distribution import pl_worker_init_function
 from lightning_pipesync.fabric.private import LIGHTNING
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from torchmetrics import Metric
 
 
@@ -29,6 +30,12 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
     require(trainer.fit_loop, "_combined_loader", "_data_fetcher", "_should_accumulate")
     require(trainer.lightning_module, "_trainer")
     require(precision, "_after_closure", "clip_grad_by_norm", "clip_grad_by_value")
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Makes ``mesh`` the ``device_mesh`` of a module, which ``configure_model`` reads."""
+    require(module, "_device_mesh")
+    module._device_mesh = mesh
 
 
 def check_uneven_batches(trainer: Trainer) -> None:

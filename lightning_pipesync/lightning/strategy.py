@@ -94,7 +94,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
 
     def _check_checkpoint(self) -> None:
         """Checks that all ranks resume from the same step: those with more steps left would wait for ever."""
-        steps = self._transport.gather_objects(self._checkpoint_step)
+        steps = self._transport.job.gather_objects(self._checkpoint_step)
         if len(set(steps)) > 1:
             found = ["no checkpoint" if step is None else f"one of step {step}" for step in steps]
             other = next(rank for rank, step in enumerate(steps) if step != steps[0])
@@ -156,7 +156,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
 
     def check_num_batches(self) -> None:
         """Checks that all ranks have the same number of training batches: those with more would wait for ever."""
-        num_batches = self._transport.gather_objects(self._trainer.num_training_batches)
+        num_batches = self._transport.job.gather_objects(self._trainer.num_training_batches)
         if len(set(num_batches)) > 1:
             raise ValueError(
                 f"The ranks have different numbers of training batches, by rank: {num_batches}. Give every rank the "

@@ -132,6 +132,7 @@ class SyncStrategyMixin(ShardedModuleMixin):
             self._traffic_backend,
             loads_data=True,
             steps_per_epoch=self._steps_per_epoch,
+            replicas_of=self._replicas_of,
         )
 
     # --- data -------------------------------------------------------------------------------------------------------
@@ -148,9 +149,9 @@ class SyncStrategyMixin(ShardedModuleMixin):
         dataloader = super().process_dataloader(dataloader)
         if not self._trainer.training or not isinstance(dataloader, DataLoader):
             return dataloader
-        settings, world_size = self.config, self.world_size
+        settings, (rank, world_size) = self.config, self._place_of_data
         keeps_order = self._overfitting
-        order = None if keeps_order else replaceable_order(dataloader, settings, self.global_rank, world_size)
+        order = None if keeps_order else replaceable_order(dataloader, settings, rank, world_size)
         if settings.partition == "work_queue":
             return self.resume_loader(self._uneven_batches.with_work_queue(dataloader, order))
         if settings.partition == "seldp" or settings.injection is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipesync.methods.method import Method, parameters_of
@@ -32,13 +33,16 @@ class MethodPlan:
     backend: str | None = None  # see Transport
     loads_data: bool = False  # whether the framework follows the settings of the training data itself
     steps_per_epoch: Callable[[], int | None] | None = None  # see TrainingData
+    #: Returns the dimension of the device mesh along which a model is replicated; None: as its parameters say.
+    replicas_of: Callable[[nn.Module], DeviceMesh | None] = lambda _: None
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
         """Attaches the method; a collective call, with the errors of :class:`SyncMethod`."""
         make: Any = METHODS[self.name]
         config = self.config.for_framework()
         config = config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
-        method: SyncMethod = make(module, optimizers, config, backend=self.backend)
+        replicas = self.replicas_of(module)
+        method: SyncMethod = make(module, optimizers, config, backend=self.backend, replicas=replicas)
         method.data.followed = self.loads_data
         if self.steps_per_epoch is not None:
             method.data.steps_per_epoch = self.steps_per_epoch

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.dtensors import whole_of
+from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.dtensors import local_of, replicas_of_model, whole_of
 from lightning_pipesync.core.torch_private import map_tensors
+from lightning_pipesync.methods.method import PIECE_MB
 
 
 def whole_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -28,6 +33,23 @@ def whole_state(state: dict[str, Any]) -> dict[str, Any]:
     first = dist.get_rank() == 0
     found: dict[str, Any] = map_tensors(whole, state)
     return found if first else {}
+
+
+def share_weights(module: nn.Module, replicas: DeviceMesh | None) -> None:
+    """Gives all replicas the first one's weights and buffers, each rank its shards; a collective call.
+
+    ``replicas`` is their dimension of the device mesh; None: as the parameters say, or nothing is shared.
+    """
+    replicas = replicas or replicas_of_model(module)
+    if replicas is None:
+        return
+    group = replicas.get_group()
+
+    def start(flat: Tensor) -> Handle[Any]:
+        return Handle(dist.broadcast(flat, group=group, group_src=0, async_op=True).wait)
+
+    parameters = [local_of(parameter) for parameter in module.parameters()]
+    exchange_fused([*parameters, *buffer_reader(module)()], PIECE_MB, start)
 
 
 def load_whole_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -100,16 +100,23 @@ def settings_in(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: arguments.pop(name) for name in list(arguments) if name not in OF_DDP}
 
 
-def signature_of(method: type[Method], ddp_strategy: type, without: Collection[str]) -> inspect.Signature:
-    """Returns the signature of a strategy: the method's settings but ``without``, and arguments of ``ddp_strategy``."""
+def signature_of(method: type[Method], mixin: type, ddp_strategy: type, without: Collection[str]) -> inspect.Signature:
+    """Returns the signature of a strategy: the method's settings but ``without``, and arguments of ``ddp_strategy``.
+
+    If ``mixin`` has a ``layout_type``, its fields follow.
+    """
     init = ddp_strategy.__init__  # type: ignore[misc]
-    types = {**get_type_hints(init), **get_type_hints(method.config_type)}
+    layout: Any = getattr(mixin, "layout_type", None)
+    types = {**get_type_hints(init), **get_type_hints(layout or object), **get_type_hints(method.config_type)}
     settings = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
+    of_layout = {
+        field.name: field.default for field in (fields(layout) if layout else ()) if field.name not in settings
+    }
     of_ddp = {name: given.default for name, given in inspect.signature(init).parameters.items() if name in OF_DDP}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     arguments = [
         inspect.Parameter(name, kind, default=default, annotation=types[name])
-        for name, default in {**settings, **of_ddp}.items()
+        for name, default in {**settings, **of_ddp, **of_layout}.items()
     ]
     return inspect.Signature([inspect.Parameter("self", kind), *arguments])
 
@@ -121,7 +128,7 @@ def strategy_class(
 
     def __init__(self: Any) -> None: ...
 
-    signature = signature_of(method, bases[-1], without)
+    signature = signature_of(method, bases[0], bases[-1], without)
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     __init__.__annotations__ = {name: argument.annotation for name, argument in signature.parameters.items()}
     summary = inspect.cleandoc(method.__doc__ or "").partition("\n\n")[0]

@@ -78,17 +78,23 @@ class ReplicaMethod(SyncMethod):
         """Returns the settings that determine the structure of :meth:`state_dict`, which a method extends."""
         config = self.config
         structural = ("bucket_mb", "fragments", "ranks_per_replica", "warmup_steps")
-        return {
-            "compression": str(config.compression),
-            "error_feedback": config.uses_error_feedback,
-            **{name: getattr(config, name) for name in structural if name in config.__dataclass_fields__},
-        }
+        settings = {name: getattr(config, name) for name in structural if name in config.__dataclass_fields__}
+        if self.transport.shards is not None and "ranks_per_replica" in settings:  # set, or left to the mesh
+            settings["ranks_per_replica"] = self.transport.ranks_per_replica
+        return {"compression": str(config.compression), "error_feedback": config.uses_error_feedback, **settings}
 
     def _transport_settings(self) -> dict[str, Any]:
         size = self.config.ranks_per_replica
-        if self._mesh is not None and (size > 1 or self.config.undoes_averages):
-            wrong = f"ranks_per_replica={size!r}" if size > 1 else "on_lost_rank='continue'"
-            raise ValueError(f"{wrong} is for a model that every rank holds whole: leave it out with replicas=.")
+        if self._mesh is not None:
+            if self.config.undoes_averages:
+                raise ValueError("on_lost_rank='continue' is for a model that every rank holds whole: leave it out.")
+            by_mesh = dist.get_world_size() // self._mesh.size()
+            if size not in (1, by_mesh):
+                raise ValueError(
+                    f"ranks_per_replica={size!r}, and by the device mesh a replica has {by_mesh} ranks: set "
+                    f"ranks_per_replica={by_mesh}, or leave it out with replicas=."
+                )
+            return {}
         if size == 1:
             return {}
         check_group_size(size, dist.get_world_size())
