@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import SGD, Optimizer
 
 from lightning_pipesync import METHODS
 from tests.case_table import Outcomes, launch_cases
@@ -34,10 +36,10 @@ SAVED_AT, STEPS = 5, 9  # within a round of local SGD
 class Training:
     """A replica of two shards, which a method trains once it is attached, and FSDP2 alone before."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Callable[[nn.Module], Optimizer] = adamw) -> None:
         self.mesh = device_mesh()
         self.module = sharded(self.mesh["shards"])
-        self.optimizer = adamw(self.module)
+        self.optimizer = optimizer(self.module)
         self.sync: Any = None
 
     def attach(self, name: str) -> None:
@@ -107,9 +109,27 @@ def resume(name: str, consolidated: bool, folder: Path) -> dict[str, list[Tensor
     return {**weights, "alone": whole(alone.module)}
 
 
+def save_without_state(name: str, folder: Path) -> list[list[Tensor]]:
+    """Returns the weights of a run whose optimizer has no state, and which is saved; and of one that is not saved."""
+    weights = []
+    for saves in (True, False):
+        training = Training(lambda module: SGD(module.parameters(), lr=0.1))
+        training.attach(name)
+        for begin in (0, 2):
+            if saves:
+                training.optimizer.zero_grad()
+                training.save(folder / f"{name} {begin}", consolidated=False)
+            training.run(begin, begin + 2)
+        training.sync.flush()
+        training.sync.detach()
+        weights.append(whole(training.module))
+    return weights
+
+
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Outcomes:
     cases = {(name, kind): partial(resume, name, kind, folder) for name in NAMES for kind in (False, True)}
+    cases |= {(name, "without state"): partial(save_without_state, name, folder) for name in NAMES}
     return launch_cases(cases, REPLICAS * SHARDS)
 
 
@@ -122,3 +142,10 @@ def test_a_run_resumes_bit_for_bit_and_fsdp2_loads_its_checkpoint(
         for key, expected in (("resumed", "expected"), ("loaded", "saved")):
             assert all(map(torch.equal, weights[key], weights[expected])), key
         assert all(value.isfinite().all() for value in weights["alone"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_without_a_state_is_saved(name: str, runs: Outcomes) -> None:
+    """``get_state_dict`` makes the state that it misses by a step of zeros."""
+    for saved, never_saved in runs[name, "without state"]:
+        assert all(map(torch.equal, saved, never_saved))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -178,7 +178,11 @@ class SyncMethod(StepCalls):
 
         Within it save them, as with ``torch.distributed.checkpoint``; a collective call.
         """
-        with nullcontext() if self._sharded is None else self._sharded.given_back():
+        with ExitStack() as until_taken:
+            if self._sharded is not None:
+                until_taken.enter_context(self._sharded.given_back())
+            for guard in self.user_steps.guards:  # get_state_dict makes a state that is missing by a step of zeros
+                until_taken.enter_context(guard.stepping())
             yield
 
     def _detach(self, timeout_s: float) -> None:
