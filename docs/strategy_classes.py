@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import Parameter, cleandoc
 from pathlib import Path
 from types import NoneType, UnionType
@@ -50,6 +50,8 @@ class Types:
     def text(self, annotation: Any) -> str:
         """Returns the source text of a type."""
         origin, args = get_origin(annotation), get_args(annotation)
+        if isinstance(annotation, list):  # the arguments of a Callable
+            return f"[{', '.join(self.text(part) for part in annotation)}]"
         if annotation in (None, NoneType, Ellipsis):
             return "..." if annotation is Ellipsis else "None"
         if origin in (Union, UnionType):
@@ -57,6 +59,8 @@ class Types:
         if origin is Literal:
             return f"Literal[{', '.join(map(repr, args))}]"
         if origin is not None:
+            if origin is Callable:
+                self.imported.add(origin)
             return f"{origin.__name__}[{', '.join(self.text(part) for part in args)}]"
         if annotation.__module__ != "builtins":
             self.imported.add(annotation)
@@ -113,7 +117,7 @@ def _reference_docs(method: type[Method]) -> str:
     name = method.__name__
     return (
         f"    The settings are those of :class:`{method.config_type.__name__}`, as in :class:`{name}Strategy`.\n"
-        "    The other arguments are those of DDPStrategy."
+        "    The other arguments are those of DDPStrategy and :class:`FabricLayout`."
     )
 
 

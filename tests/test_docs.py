@@ -22,7 +22,7 @@ KINDS = ("", "Config", "Strategy", "FabricStrategy")
 #: Arguments of those classes that are no settings.
 ARGUMENTS = {
     *("backend", "replicas", "virtual_stages", "device", "others"),
-    *("process_group_backend", "start_method", "ranks_per_replica", "tensor_parallel_size"),
+    *("process_group_backend", "start_method", "ranks_per_replica", "tensor_parallel_size", "parallelize_fn"),
 }
 
 

@@ -98,6 +98,7 @@ RUNS = {
         "from torch.optim import AdamW", "dist.barrier()", ranks=4
     ),
     ("sharded_models", "from lightning.pytorch import Trainer"): Run(ranks=4, init=False),
+    ("sharded_models", "from lightning.fabric import Fabric"): Run(ranks=4, init=False),
     ("sharded_models", "import torch.distributed.checkpoint"): Run(
         "import torch\nimport torch.distributed as dist", "sync.detach()", continues=True, ranks=4
     ),

@@ -92,6 +92,12 @@ def is_sharded(module: nn.Module) -> bool:
     return any(is_dtensor(parameter) for parameter in module.parameters())
 
 
+def has_shards(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer has parameters of a sharded model, or this rank's shards of them."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(is_dtensor(whole_of(parameter)) for parameter in parameters)
+
+
 def local_of(parameter: Tensor) -> Tensor:
     """Returns the :class:`LocalShard` of a DTensor, the same at each call; any other tensor itself."""
     if not is_dtensor(parameter):

@@ -5,9 +5,12 @@ Written by docs/strategy_classes.py: change a method's settings instead, and run
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from torch import device
+from torch.distributed import DeviceMesh
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.codecs import Codec
@@ -20,7 +23,7 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """Synchronous SGD whose all-reduce is split in two, hidden under the backward pass and the next forward pass.
 
     The settings are those of :class:`DeARConfig`, as in :class:`DeARStrategy`.
-    The other arguments are those of DDPStrategy.
+    The other arguments are those of DDPStrategy and :class:`FabricLayout`.
     """
 
     name = "dear"
@@ -51,6 +54,9 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
+        parallelize_fn: Callable[[Module, DeviceMesh], Module] | None = None,
     ) -> None: ...
 
 
@@ -58,7 +64,7 @@ class LocalSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """Local steps on each rank's weights, which are averaged every ``period`` steps.
 
     The settings are those of :class:`LocalSGDConfig`, as in :class:`LocalSGDStrategy`.
-    The other arguments are those of DDPStrategy.
+    The other arguments are those of DDPStrategy and :class:`FabricLayout`.
     """
 
     name = "local_sgd"
@@ -99,6 +105,8 @@ class LocalSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        tensor_parallel_size: int = 1,
+        parallelize_fn: Callable[[Module, DeviceMesh], Module] | None = None,
     ) -> None: ...
 
 
@@ -106,7 +114,7 @@ class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """SGD with parameter servers: learners push gradients at their own pace, and servers update the weights by them.
 
     The settings are those of :class:`ParameterServerConfig`, as in :class:`ParameterServerStrategy`.
-    The other arguments are those of DDPStrategy.
+    The other arguments are those of DDPStrategy and :class:`FabricLayout`.
     """
 
     name = "parameter_server"
@@ -154,6 +162,9 @@ class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
+        parallelize_fn: Callable[[Module, DeviceMesh], Module] | None = None,
     ) -> None: ...
 
 
@@ -161,7 +172,7 @@ class PipeSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """The all-reduce of one step runs under the next ones: gradients are exactly ``staleness`` steps stale.
 
     The settings are those of :class:`PipeSGDConfig`, as in :class:`PipeSGDStrategy`.
-    The other arguments are those of DDPStrategy.
+    The other arguments are those of DDPStrategy and :class:`FabricLayout`.
     """
 
     name = "pipe_sgd"
@@ -188,6 +199,9 @@ class PipeSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
+        parallelize_fn: Callable[[Module, DeviceMesh], Module] | None = None,
     ) -> None: ...
 
 
@@ -195,7 +209,7 @@ class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """Local steps, synchronized only when some rank's gradient changes by more than delta.
 
     The settings are those of :class:`SelSyncConfig`, as in :class:`SelSyncStrategy`.
-    The other arguments are those of DDPStrategy.
+    The other arguments are those of DDPStrategy and :class:`FabricLayout`.
     """
 
     name = "selsync"
@@ -226,4 +240,7 @@ class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ranks_per_replica: int = 1,
+        tensor_parallel_size: int = 1,
+        parallelize_fn: Callable[[Module, DeviceMesh], Module] | None = None,
     ) -> None: ...

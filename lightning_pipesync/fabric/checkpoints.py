@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipesync.core.dtensors import has_shards, is_sharded
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.core.storage import unshare_storage
@@ -60,17 +61,33 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
         session = self._sessions.session_of(optimizer)
         if session is None:
             return super().get_optimizer_state(optimizer)
-        return session.method.optimizer_state_dict(optimizer)
+        state = session.method.optimizer_state_dict(optimizer)
+        if not has_shards(optimizer):
+            return state
+        from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
+
+        return whole_state(state)
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        if isinstance(module, SyncedModule):
-            return unshare_storage(super().get_module_state_dict(module.module))
-        return super().get_module_state_dict(module)
+        """Returns the state of a model; of a sharded one the whole state, on rank 0, in a collective call."""
+        module, synced = _unwrapped_module(module)
+        state = super().get_module_state_dict(module)
+        if is_sharded(module):
+            from lightning_pipesync.training.sharded_state import whole_state
+
+            return whole_state(state)
+        return unshare_storage(state) if synced else state
 
     @override
-    def load_module_state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().load_module_state_dict(module.module if isinstance(module, SyncedModule) else module, *args, **kwargs)
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        module, _ = _unwrapped_module(module)
+        if is_sharded(module):
+            from lightning_pipesync.training.sharded_state import load_whole_state
+
+            load_whole_state(module, state_dict, strict)
+        else:
+            super().load_module_state_dict(module, state_dict, strict)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -94,7 +111,8 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
                 # Gradients in flight and state of the ranks belong to the weights that are replaced.
                 self._sessions.suspend(session)
         try:
-            remainder = super().load_checkpoint(path, state, *args, **kwargs)
+            with cut_states(value for value in objects.values() if isinstance(value, Optimizer)):
+                remainder = super().load_checkpoint(path, state, *args, **kwargs)
         finally:
             self._sessions.attach(self._plan)
         if loaded:
@@ -134,3 +152,19 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
                 names.setdefault(id(session), []).append(name)
         chosen = {key: next((n for n in known if n in (saved or {})), known[0]) for key, known in names.items()}
         return {chosen[id(session)]: session.method for session in self._sessions.sessions if id(session) in chosen}
+
+
+def _unwrapped_module(module: nn.Module) -> tuple[nn.Module, bool]:
+    """Returns the user's model, and whether it was wrapped in a :class:`SyncedModule`."""
+    return (module.module, True) if isinstance(module, SyncedModule) else (module, False)
+
+
+@contextmanager
+def cut_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Context in which those of ``optimizers`` that are sharded load whole states, each rank its shards."""
+    with ExitStack() as stack:
+        for optimizer in filter(has_shards, optimizers):
+            from lightning_pipesync.training.sharded_state import cut_optimizer_state
+
+            stack.callback(optimizer.register_load_state_dict_pre_hook(cut_optimizer_state).remove)
+        yield

@@ -12,7 +12,6 @@ from typing_extensions import override
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.methods.settings import Settings
-from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.replica_layout import REPLICAS, ReplicaLayout
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
         def distributed_sampler_kwargs(self) -> dict[str, Any]: ...
 
         def setup_environment(self) -> None: ...
-
-        def __init__(self, **arguments: Any) -> None: ...
 else:
     _Base = object
 
@@ -44,18 +41,14 @@ class DeviceMeshMixin(ChecksOverrides, _Base):
 
     Attributes:
         layout_type: the class of the layout, whose fields are arguments of the strategy.
-        layout: the layout.
+        layout: the layout; the strategy sets it.
     """
 
     name: str
     config: Settings
     layout_type: ClassVar[type[ReplicaLayout]] = ReplicaLayout
+    layout: ReplicaLayout
     _mesh: DeviceMesh | None = None
-
-    def __init__(self, **arguments: Any) -> None:
-        taken = self.layout_type.taken_from(arguments, METHODS[self.name].config_type)
-        super().__init__(**arguments)
-        self.layout = self.layout_type.of(self.config, taken)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -20,12 +20,14 @@ from typing_extensions import override
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
+from lightning_pipesync.fabric.sharded import ShardedModelMixin
 from lightning_pipesync.methods.method import PIECE_MB, Method, parameters_of
 from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.methods.step import check_unscaling
@@ -45,7 +47,7 @@ class BackwardSyncControl:
         return module.no_sync() if enabled else nullcontext()
 
 
-class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
+class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
     Attributes:
@@ -54,8 +56,10 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
     """
 
     def __init__(self, **arguments: Any) -> None:
+        taken = self.layout_type.taken_from(arguments, METHODS[self.name].config_type)
         settings = settings_in(arguments)
         self.config = make_config(self.name, settings)
+        self.layout = self.layout_type.of(self.config, taken)
         check_for_loop(type(self.config), settings)
         super().__init__(timeout=timedelta(seconds=self.config.timeout_s), **arguments)
         control_backward_sync(self, BackwardSyncControl())
@@ -118,13 +122,18 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
 
     @override
     def setup_module(self, module: nn.Module) -> SyncedModule:  # type: ignore[override]
-        """Broadcasts rank 0's weights and buffers; optimizers may be set up later."""
-        wrapper = self._begin(module)
+        """Broadcasts the weights and buffers of rank 0, or of the first replica; optimizers may be set up later."""
+        wrapper = self._begin(module, [])
+        if is_sharded(wrapper.module):
+            from lightning_pipesync.training.sharded_state import share_weights  # imports DTensor, for half a second
+
+            share_weights(wrapper.module, self._replicas_of(wrapper.module))
+            return wrapper
 
         def start(flat: Tensor) -> Handle[Any]:
             return Handle(dist.broadcast(flat, 0, async_op=True).wait)
 
-        exchange_fused([*module.parameters(), *buffer_reader(module)()], PIECE_MB, start)
+        exchange_fused([*wrapper.parameters(), *buffer_reader(wrapper)()], PIECE_MB, start)
         return wrapper
 
     @override
@@ -142,7 +151,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
     @override
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
         """Attaches the method to the model and its optimizers; a scheduler is returned unchanged."""
-        wrapper = self._begin(module)
+        wrapper = self._begin(module, optimizers)
         for optimizer in optimizers:
             self._add(optimizer)
         self._sessions.attach(self._plan)
@@ -207,14 +216,14 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
     @property
     def _plan(self) -> MethodPlan:
         backend = "gloo" if self.process_group_backend == "gloo" else None  # otherwise the transport chooses
-        return MethodPlan(self.name, self.config, self.num_processes, backend)
+        return MethodPlan(self.name, self.config, self.num_processes, backend, replicas_of=self._replicas_of)
 
-    def _begin(self, module: nn.Module) -> SyncedModule:
+    def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncedModule:
         if not self._ends_at_shutdown:  # Fabric does not tell a strategy of the end
             at_shutdown(self._sessions.end)
             self._ends_at_shutdown = True
         self._release(module)
-        return self._sessions.wrap(module, automatic=False)
+        return self._sessions.wrap(self._parallelized(module, optimizers), automatic=False)
 
     def _release(self, module: nn.Module) -> None:
         """Ends the methods of models that no rank references any more, and of ``module``; a collective call.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.dtensors import whole_of
 from lightning_pipesync.methods.method import Method, parameters_of
 from lightning_pipesync.methods.pipeline import PipelineMethod
 from lightning_pipesync.methods.settings import Settings
@@ -223,7 +224,7 @@ def contains(members: Iterable[object], wanted: object) -> bool:
 
 
 def trained_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    trained = {id(whole_of(parameter)) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     return [parameter for parameter in module.parameters() if id(parameter) in trained]
 
 

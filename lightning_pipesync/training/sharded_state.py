@@ -59,14 +59,14 @@ def load_whole_state(module: nn.Module, state: Mapping[str, Any], strict: bool =
 
 
 def cut_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's :func:`whole_state` with this rank's shards, for an optimizer that has shards, too."""
+    """Returns an optimizer's :func:`whole_state` as one of its parameters: this rank's shards, or DTensors."""
     ids = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    sharded = dict(zip(ids, map(whole_of, parameters), strict=True))
+    parameters = dict(zip(ids, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=True))
 
     def cut(index: int, value: Any) -> Any:
-        found = _cut(value, sharded[index]) if isinstance(value, Tensor) and value.dim() else value
-        return found.to_local() if isinstance(found, DTensor) else found
+        parameter = parameters[index]
+        found = _cut(value, whole_of(parameter)) if isinstance(value, Tensor) and value.dim() else value
+        return found.to_local() if isinstance(found, DTensor) and not isinstance(parameter, DTensor) else found
 
     states = {i: {name: cut(i, value) for name, value in of.items()} for i, of in state["state"].items()}
     return {**state, "state": states}
