@@ -135,6 +135,24 @@ def test_states_may_be_loaded_in_between() -> None:
     assert_pairs(on_ranks(loaded_in_between, 2))
 
 
+def loaded_while_given_back() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Loads a state before the first step, when there are no buckets yet, as FSDP2's functions do."""
+    first, second = Run(DeAR, "adamw", backwards(), **SMALL), Run(DeAR, "adamw", backwards(), **SMALL)
+    first.steps(range(2))
+    first.sync.flush()
+    weights, kept = state(first.model), first.sync.optimizer_state_dict()
+    second.model.load_state_dict(weights)
+    with second.sync.given_back():
+        second.optimizer.load_state_dict(kept)
+    first.steps(range(2, 5))
+    second.steps(range(2, 5))
+    return first.end(), second.end()
+
+
+def test_a_state_may_be_loaded_while_the_optimizer_is_given_back() -> None:
+    assert_pairs(on_ranks(loaded_while_given_back, 2))
+
+
 class Wrapping(SGD):
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups[0]["params"], lr=0.1)

@@ -262,7 +262,7 @@ class DeAR(SyncMethod):
                 yield
         finally:
             for index, optimizer in enumerate(self.optimizers):
-                if index not in self._loaded:
+                if self._fused.buckets and index not in self._loaded:  # before the first step they keep their states
                     optimizer.state.clear()
                     optimizer.state.update(before[index])
 
