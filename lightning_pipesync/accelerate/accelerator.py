@@ -16,17 +16,23 @@ from typing_extensions import override
 
 from lightning_pipesync.accelerate import loaders
 from lightning_pipesync.accelerate.launched import check_num_processes, check_support, ranks_of_host
-from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
+from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer, synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import (
     check_accelerator,
     check_marked,
     is_prepared,
     mark_prepared,
-    prepared_optimizers,
     replace_prepared_optimizer,
 )
-from lightning_pipesync.accelerate.saving import SavingAccelerator
+from lightning_pipesync.accelerate.sharded import ShardingAccelerator
+from lightning_pipesync.accelerate.sharding import (
+    replicas_of,
+    shards_by_fsdp2,
+    warn_of_one_replica,
+    with_replicas,
+)
+from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.data.training_data import TrainingData
@@ -39,7 +45,7 @@ from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions
 
 
-class PipeSyncAccelerator(SavingAccelerator):
+class PipeSyncAccelerator(ShardingAccelerator):
     """``accelerate.Accelerator`` whose ``prepare`` attaches a method of this package to models and optimizers.
 
     The training loop does not change::
@@ -63,13 +69,15 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     Raises:
         ValueError: a setting in the environment is wrong, the launcher started another number of processes than was
-            configured, or the model would be sharded.
+            configured, or models would be sharded in a way that leaves no replicas to the method.
     """
 
     def __init__(self, pipesync: PipeSyncPlugin | None = None, **accelerator_kwargs: Any) -> None:
         self.pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
         if not torch.accelerator.is_available():
             accelerator_kwargs.setdefault("cpu", True)  # otherwise Accelerate looks for a GPU in every launched process
+        if self.pipesync is not None:
+            accelerator_kwargs = with_replicas(accelerator_kwargs, self.pipesync.method)
         super().__init__(**accelerator_kwargs)
         check_accelerator(self)
         check_num_processes(self.num_processes)
@@ -77,6 +85,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             check_support(self)
             if not self.pipesync.method_type.makes_passes:  # a pipeline tells so by itself
                 warn_of_one_rank(self.pipesync.method_type.__name__, self.num_processes)
+            warn_of_one_replica(self, self.pipesync.method_type.__name__)
         self._sessions = Sessions()
         at_shutdown(self._sessions.end)  # a script need not call end_training()
         self._preparing = False
@@ -258,7 +267,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._takes_gradients:
             super().unscale_gradients(optimizer)
             return
-        chosen = self._optimizers_of_methods if optimizer is None else optimizer
+        chosen = synchronized_optimizers(self) if optimizer is None else optimizer
         for known in chosen if isinstance(chosen, (tuple, list)) else [chosen]:
             known.take_gradient()
 
@@ -275,6 +284,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self._takes_gradients:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        parameters = [local_of(parameter) for parameter in parameters]
         return clipping.clip_norm(self._steps_of(parameters), parameters, max_norm, norm_type)
 
     @override
@@ -286,6 +296,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._takes_gradients:
+            parameters = [local_of(parameter) for parameter in parameters]
             clipping.clip_value(self._steps_of(parameters), parameters, clip_value)
         else:
             super().clip_grad_value_(parameters, clip_value)
@@ -326,7 +337,9 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @property
     def _synchronizes(self) -> bool:
-        return self.pipesync is not None and self.num_processes > 1
+        if self.pipesync is None or self.num_processes == 1:
+            return False
+        return not shards_by_fsdp2(self) or replicas_of(self) is not None
 
     @property
     def _synced(self) -> PipeSyncPlugin | None:
@@ -358,6 +371,7 @@ class PipeSyncAccelerator(SavingAccelerator):
                 self._traffic_backend,
                 loads_data=True,
                 steps_per_epoch=self._steps_per_epoch,
+                replicas_of=lambda module: replicas_of(self) if is_sharded(module) else None,
             )
             self._sessions.attach(plan)
 
@@ -365,14 +379,10 @@ class PipeSyncAccelerator(SavingAccelerator):
         batches_per_step = self._batches_per_step * self.gradient_accumulation_steps
         return None if self._num_batches is None else math.ceil(self._num_batches / batches_per_step)
 
-    @property
-    def _optimizers_of_methods(self) -> list[SynchronizedOptimizer]:
-        return [known for known in prepared_optimizers(self) if isinstance(known, SynchronizedOptimizer)]
-
     def _steps_of(self, parameters: list[Tensor]) -> list[clipping.OptimizerStep]:
         """Returns the steps of the optimizers that have some of the parameters, after reducing their gradients."""
         concerned = []
-        for optimizer in self._optimizers_of_methods:
+        for optimizer in synchronized_optimizers(self):
             if (method := optimizer.method) is not None:
                 step = clipping.OptimizerStep(method, optimizer.optimizer)
                 if step.has_some_of(parameters):

@@ -15,6 +15,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
+from lightning_pipesync.core.torch_private import is_dtensor, local_tensor
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.state import check_digest, state_of_rank
@@ -50,9 +51,10 @@ def read_rank_states(
     The list is empty if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is
     missing, damaged, or of other models raises a ValueError on all ranks.
     """
-    rank = 0 if transport is None else transport.rank
+    job = None if transport is None else transport.job
+    rank = 0 if job is None else job.rank
     path = _file(folder, rank)
-    saved = on_all_ranks(transport, lambda: _read(path, rank))
+    saved = on_all_ranks(job, lambda: _read(path, rank))
     if saved is not None and saved["weights"] != _fingerprint(models):
         warnings.warn(
             f"{path} is of other weights than those that were loaded, and is not used: plain Accelerate, or another "
@@ -61,7 +63,7 @@ def read_rank_states(
         )
         saved = None
     mine = None if saved is None else (saved["method"], saved["world_size"], len(saved["states"]))
-    of_ranks = [mine] if transport is None else transport.gather_objects(mine)
+    of_ranks = [mine] if job is None else job.gather_objects(mine)
     first = next((entry for entry in of_ranks if entry is not None), None)
     if first is None:
         return []
@@ -107,11 +109,13 @@ def _read(path: Path, rank: int) -> dict[str, Any] | None:
 
 
 def _fingerprint(models: Sequence[nn.Module]) -> int:
+    """Returns a checksum of the weights of this rank: of its shards, if they are sharded."""
     number = 0
     for model in models:
         for tensor in model.state_dict().values():
             if isinstance(tensor, torch.Tensor):
-                values = tensor.detach().cpu().contiguous().reshape(-1)
+                own = local_tensor(tensor) if is_dtensor(tensor) else tensor
+                values = own.detach().cpu().contiguous().reshape(-1)
                 number = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), number)
     return number
 

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from lightning_pipesync.accelerate.plugin import NUM_PROCESSES_VARIABLE
+from lightning_pipesync.accelerate.sharding import leaves_replicas, shards_by_fsdp2
 
 #: Distributed types whose processes hold the whole model each.
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -35,17 +36,20 @@ def check_num_processes(num_processes: int) -> None:
 
 
 def check_support(accelerator: Accelerator) -> None:
-    """Checks that every process holds the whole model, and that no communication hook of DDP is set."""
+    """Checks that every process holds a whole model or its shard of one, and that no communication hook is set."""
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(
             f"comm_hook={handler.comm_hook.value!r} is for DistributedDataParallel, which the method replaces: remove "
             "it, and set compression= of the method instead."
         )
+    if shards_by_fsdp2(accelerator) and leaves_replicas(accelerator):
+        return
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise ValueError(
             f"distributed_type={accelerator.distributed_type.value} is not supported by the methods of "
-            "lightning-pipesync, which replace DistributedDataParallel: use MULTI_GPU, or no method."
+            "lightning-pipesync, which replace DistributedDataParallel: use MULTI_GPU, FSDP with fsdp_version=2 and a "
+            "parallelism_config, set when the process creates its first Accelerator, or no method."
         )
 
 

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from typing_extensions import override
 
+from lightning_pipesync.accelerate.private import prepared_optimizers
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.torch_private import found_overflow
+from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.session import Sessions
 
@@ -21,6 +24,7 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
 
     sessions: Sessions
     _skipped = False
+    _is_plain = False
     _state_at_hand: dict[str, Any] | None = None
 
     @property
@@ -36,6 +40,9 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Takes the method's step, unless gradients are being accumulated; evaluates ``closure`` once."""
+        if self._is_plain:
+            self._create_states()
+            return
         if not self.gradient_state.sync_gradients:
             return
         if closure is None:
@@ -50,10 +57,30 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state; a collective call if each rank has a part of it."""
+        if self._is_plain:
+            return super().state_dict()
         if self._state_at_hand is not None:
             return self._state_at_hand
         method = self.method
         return super().state_dict() if method is None else method.optimizer_state_dict(self.optimizer)
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Context manager in which the state is that of the user's optimizer, and a step only creates it.
+
+        Gradients are put aside: ``torch.distributed.checkpoint`` creates no state of an optimizer that has some, and
+        then saves and loads none. Methods that delay updates have gradients before they have states.
+        """
+        parameters = parameters_of(self.optimizer)
+        gradients = [parameter.grad for parameter in parameters]
+        self.optimizer.zero_grad(set_to_none=True)
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     @contextmanager
     def state_at_hand(self) -> Iterator[None]:
@@ -63,6 +90,13 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
             yield
         finally:
             self._state_at_hand = None
+
+    def _create_states(self) -> None:
+        """Takes a step with gradients and a learning rate of 0, as torch has set them, which does not count."""
+        self.optimizer.step()
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] *= 0
 
     def _update(self, closure: Callable[[], Any] | None) -> None:
         if self.scaler is None:
@@ -87,3 +121,8 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
                 "gradients are not synchronized: call model, optimizer = accelerator.prepare(model, optimizer)."
             )
         return method
+
+
+def synchronized_optimizers(accelerator: Accelerator) -> list[SynchronizedOptimizer]:
+    """Returns the optimizers that an Accelerator has prepared for a method."""
+    return [known for known in prepared_optimizers(accelerator) if isinstance(known, SynchronizedOptimizer)]

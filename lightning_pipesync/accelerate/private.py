@@ -6,6 +6,8 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
@@ -58,3 +60,19 @@ def num_prepared_loaders(accelerator: Any) -> int:
 def add_prepared_loader(accelerator: Any, loader: Any) -> None:
     """Adds a loader that this package has prepared to an Accelerator's prepared loaders."""
     accelerator._dataloaders.append(loader)
+
+
+def add_prepared_model(accelerator: Any, model: nn.Module) -> None:
+    """Adds a model to those that an Accelerator saves, unless it is one of them."""
+    if not any(known is model for known in accelerator._models):
+        accelerator._models.append(model)
+
+
+def use_fsdp_on_cpu(plugin: Any) -> None:
+    """Makes Accelerators shard on the CPU, too, where they ignore an ``fsdp_plugin``."""
+    state = AcceleratorState()
+    require(state, "distributed_type")
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP

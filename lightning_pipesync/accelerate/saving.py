@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_pipesync.accelerate import checkpoint
+from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import prepared_models
+from lightning_pipesync.accelerate.sharding import shards_by_fsdp2
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.training.module import SyncedModule
@@ -36,6 +40,21 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         A collective call. ``model.eval()``, :meth:`wait_for_everyone` and all calls that save call it themselves.
         """
         self._sessions.consolidate()
+
+    @contextmanager
+    def optimizers_given_back(self) -> Iterator[None]:
+        """Context manager in which optimizers of models that FSDP2 has sharded are as Accelerate's functions need them.
+
+        Within it they have the model's parameters and their own steps: these functions look parameters up in the model,
+        and take a step with a learning rate of 0 to create the states. A collective call.
+        """
+        with ExitStack() as stack:
+            if shards_by_fsdp2(self):
+                for session in self._sessions.sessions:
+                    stack.enter_context(session.method.given_back())
+                for optimizer in synchronized_optimizers(self):
+                    stack.enter_context(optimizer.plain())
+            yield
 
     @override
     def wait_for_everyone(self) -> None:
@@ -64,6 +83,8 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the consolidated weights under the names of the user's model; a collective call."""
         self.consolidate()
+        if shards_by_fsdp2(self) and isinstance(model, SyncedModule):
+            model = model.module
         return unshare_storage(super().get_state_dict(model, unwrap))
 
     @override
@@ -72,7 +93,8 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
     ) -> Any:
         """Saves Accelerate's checkpoint, and each rank's state to resume bit for bit; a collective call."""
         self.consolidate()
-        folder = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        with self.optimizers_given_back():
+            folder = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         self.save_rank_states(folder)
         return folder
 
@@ -106,7 +128,8 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         if load_kwargs is not None:  # which Accelerate 1.3 does not have
             load_model_func_kwargs["load_kwargs"] = load_kwargs
         try:
-            super().load_state(input_dir, **load_model_func_kwargs)
+            with self.optimizers_given_back():
+                super().load_state(input_dir, **load_model_func_kwargs)
         finally:
             hook.remove()
             self._attach()

@@ -1,0 +1,116 @@
+"""Models that Accelerate shards by FSDP2 (``fsdp_plugin``), between whose replicas a method runs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from accelerate.state import is_initialized
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pipesync.training.registry import METHODS
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+
+#: The dimension of Accelerate's device mesh along which a method runs.
+REPLICAS = "dp_replicate"
+#: What a user sets so that there are replicas.
+RECIPE = (
+    "set parallelism_config=ParallelismConfig(dp_replicate_size=HOSTS, dp_shard_size=RANKS_PER_HOST), or in a "
+    "configuration file 'parallelism_config:' with parallelism_config_dp_replicate_size and "
+    "parallelism_config_dp_shard_size"
+)
+
+
+def with_replicas(settings: dict[str, Any], method: str) -> dict[str, Any]:
+    """Returns an Accelerator's settings with which FSDP2 leaves the dimension of the replicas to a method.
+
+    Without FSDP, or in one process, they are ``settings``. Those that Accelerate reads from the environment count.
+
+    Raises:
+        ValueError: FSDP is configured in a way that leaves no replicas, or that the methods do not support.
+    """
+    if is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) == 1 or (plugin := _plugin(settings)) is None:
+        return settings
+    if METHODS[method].makes_passes:
+        raise ValueError(
+            f"method={method!r} divides the model among the ranks itself: remove the fsdp_plugin, and "
+            "'distributed_type: FSDP' from the configuration file."
+        )
+    if (version := getattr(plugin, "fsdp_version", 1)) != 2:
+        raise ValueError(
+            f"fsdp_version={version} is not supported with method={method!r}: set fsdp_version=2 in the fsdp_plugin or "
+            f"the configuration file, which needs Accelerate 1.12 or newer, and {RECIPE}."
+        )
+    if (config := _parallelism(settings)) is None:
+        raise ValueError(
+            f"fsdp_plugin without parallelism_config shards the model over all ranks, and method={method!r} runs "
+            f"between replicas: {RECIPE}."
+        )
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError(
+            f"cpu_offload=True is not supported with method={method!r}, which updates the weights on the device: set "
+            "cpu_offload=False in the fsdp_plugin (fsdp_offload_params: false), and a larger dp_shard_size if the "
+            "memory does not suffice."
+        )
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if getattr(config, name, 1) > 1:
+            raise ValueError(
+                f"{name}={getattr(config, name)} in parallelism_config is not supported with method={method!r}, which "
+                f"needs all parameters to be sharded along dp_shard alone: set {name}=1, and a larger dp_shard_size."
+            )
+    from lightning_pipesync.accelerate.parallelism import ReplicasConfig
+
+    return {**settings, "fsdp_plugin": plugin, "parallelism_config": ReplicasConfig(config, plugin)}
+
+
+def warn_of_one_replica(accelerator: Accelerator, method: str) -> None:
+    if shards_by_fsdp2(accelerator) and replicas_of(accelerator) is None:
+        warnings.warn(
+            f"{REPLICAS}_size=1: there is one replica, which FSDP2 trains alone, and {method} has nothing to do. Set "
+            f"{REPLICAS}_size to the number of hosts.",
+            stacklevel=3,
+        )
+
+
+def shards_by_fsdp2(accelerator: Accelerator) -> bool:
+    """Returns whether Accelerate shards the models that it prepares; Accelerate 1.3 does not know FSDP2."""
+    return bool(getattr(accelerator, "is_fsdp2", False))
+
+
+def leaves_replicas(accelerator: Accelerator) -> bool:
+    """Returns whether FSDP2, if it shards, leaves the replicas to a method, see :func:`with_replicas`."""
+    config: ParallelismConfig | None = getattr(accelerator, "parallelism_config", None)
+    return config is not None and REPLICAS not in config.fsdp_dim_names
+
+
+def replicas_of(accelerator: Accelerator) -> DeviceMesh | None:
+    """Returns the dimension of the replicas of the Accelerator's device mesh; None if it has none."""
+    mesh: DeviceMesh | None = getattr(accelerator, "torch_device_mesh", None)
+    return mesh[REPLICAS] if mesh is not None and REPLICAS in (mesh.mesh_dim_names or ()) else None
+
+
+def _plugin(settings: dict[str, Any]) -> FullyShardedDataParallelPlugin | None:
+    if (plugin := settings.get("fsdp_plugin")) is not None:
+        return plugin
+    return FullyShardedDataParallelPlugin() if _is_set("ACCELERATE_USE_FSDP") else None
+
+
+def _parallelism(settings: dict[str, Any]) -> ParallelismConfig | None:
+    if (config := settings.get("parallelism_config")) is not None:
+        return config
+    if not _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return None
+    from accelerate.parallelism_config import ParallelismConfig
+
+    return ParallelismConfig()
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
