@@ -99,6 +99,10 @@ RUNS = {
     ),
     ("sharded_models", "from lightning.pytorch import Trainer"): Run(ranks=4, init=False),
     ("sharded_models", "from lightning.fabric import Fabric"): Run(ranks=4, init=False),
+    ("sharded_models", "from accelerate import ParallelismConfig\nfrom accelerate"): Run(ranks=4, init=False),
+    ("sharded_models", "from accelerate import ParallelismConfig\nfrom transformers"): Run(
+        "from tests.test_transformers_sharded import Words, llama\ntexts, llama = Words(), llama()", ranks=4, init=False
+    ),
     ("sharded_models", "import torch.distributed.checkpoint"): Run(
         "import torch\nimport torch.distributed as dist", "sync.detach()", continues=True, ranks=4
     ),

@@ -34,7 +34,7 @@ class SyncedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model; raises a RuntimeError if a training begins and no method synchronizes the gradients."""
         if self.automatic and self.training and torch.is_grad_enabled():
-            self._begin_to_train()
+            self.begin_to_train()
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> SyncedModule:
@@ -64,7 +64,8 @@ class SyncedModule(nn.Module):
             self.method.synchronize()
         return deepcopy(self.module, memo)
 
-    def _begin_to_train(self) -> None:
+    def begin_to_train(self) -> None:
+        """Undoes a flush before a forward pass of the training; raises a RuntimeError if there is no method."""
         if self.method is not None:
             if self.method.flushed:
                 self.method.resume()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.core.private_names import ChecksOverrides
+from lightning_pipesync.transformers.accelerator import TrainersAccelerator
 from lightning_pipesync.transformers.private import accelerator_of_transformers
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
         ValueError: the method is EA-Pipe, which makes the passes itself, or data injection is set.
     """
 
-    accelerator: PipeSyncAccelerator  #: in place of the Trainer's own
+    accelerator: TrainersAccelerator  #: in place of the Trainer's own
 
     def __init__(self, *args: Any, pipesync: PipeSyncPlugin | None = None, **kwargs: Any) -> None:
         self._pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
@@ -47,7 +48,7 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        with accelerator_of_transformers(partial(PipeSyncAccelerator, self._pipesync)):
+        with accelerator_of_transformers(partial(TrainersAccelerator, self._pipesync)):
             super().create_accelerator_and_postprocess()
 
     @override
@@ -66,22 +67,27 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
         super().log({**logs, **metrics}, *args, **kwargs)
 
     @override
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         self.accelerator.consolidate()
-        super().save_model(*args, **kwargs)
+        if self.is_fsdp_enabled:  # with SHARDED_STATE_DICT all ranks ask next whether it exists, and none has made it
+            Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        super().save_model(output_dir, *args, **kwargs)
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not isinstance(self.optimizer, SynchronizedOptimizer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        with self.optimizer.state_at_hand():  # only rank 0 reads the state, and each rank may have a part of it
+        # Without FSDP only rank 0 reads the state, of which each rank may have a part.
+        fsdp = self.is_fsdp_enabled
+        with self.accelerator.optimizers_given_back() if fsdp else self.optimizer.state_at_hand():
             super()._save_optimizer_and_scheduler(output_dir)
         self.accelerator.save_rank_states(output_dir)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self.accelerator.optimizers_given_back():
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.accelerator.load_rank_states(checkpoint)
 
