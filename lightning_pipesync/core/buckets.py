@@ -156,6 +156,7 @@ class Bucket:
         with torch.inference_mode(False):  # a validation may be the first to need the buffer
             self.flat = zeros_with_room(end, num_shards, tensors[0].dtype, tensors[0].device)
         self._num_bytes = self.flat.untyped_storage().nbytes()  # with the room
+        self._taken_on = self._present_stream()
         self.views = [shaped(self.flat[place], like=t) for place, t in zip(self.places, tensors, strict=True)]
         ends = [place.start for place in self.places[1:]] + [end]
         gaps = [self.flat[place.stop : next_start] for place, next_start in zip(self.places, ends, strict=True)]
@@ -186,17 +187,23 @@ class Bucket:
         foreach_copy_(list(tensors), self.views)
 
     def release_memory(self) -> None:
-        """Frees the memory of the buffer, which keeps its views, until :meth:`take_memory`; on a CPU only.
+        """Frees the memory of the buffer, which keeps its views, until :meth:`take_memory`.
 
-        On a GPU the memory stays: what several streams use would have to be given back to all of them.
+        On a GPU the present stream has to follow all that uses the buffer. Then so does the stream on which the memory
+        was taken, which may be given it for something else.
         """
-        if not self.flat.is_cuda:
-            self.flat.untyped_storage().resize_(0)
+        if self._taken_on is not None:
+            self._taken_on.wait_stream(torch.cuda.current_stream(self.flat.device))
+        self.flat.untyped_storage().resize_(0)
 
     def take_memory(self) -> None:
         """Gives the buffer memory again, with undefined values, if :meth:`release_memory` has freed it."""
         if not self.flat.untyped_storage().nbytes():
             self.flat.untyped_storage().resize_(self._num_bytes)
+            self._taken_on = self._present_stream()
+
+    def _present_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.flat.device) if self.flat.is_cuda else None
 
 
 def shard_numel(numel: int, world_size: int) -> int:

@@ -45,6 +45,7 @@ def cuda() -> Iterator[None]:
             stack.enter_context(patch.object(torch, name, _factory(getattr(torch, name), name in FACTORIES)))
         for name, value in _of_tensors().items():
             stack.enter_context(patch.object(Tensor, name, value, create=True))
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", memory.resize))
         stack.enter_context(patch.object(threading.Thread, "run", _run))
         stack.enter_context(patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(patch.object(torch, "autocast", _autocast))

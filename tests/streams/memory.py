@@ -17,9 +17,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from tests.streams.streams import LOCK, Party, Stream, is_removed, place, reports
+from tests.streams.streams import LOCK, Party, Stream, current_stream, is_removed, place, reports
+
+_real_resize = torch.UntypedStorage.resize_
 
 
 class Access(NamedTuple):
@@ -109,6 +112,20 @@ def access(party: Party, tensor: Tensor, writes: bool, where: str) -> None:
         begin = int(tensor.storage_offset()) * size
         last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
         memory_of(tensor).access(party, writes, begin, begin + (last + 1) * size, where)
+
+
+def resize(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+    """``UntypedStorage.resize_``: what the storage had is released, and other memory made on the present stream."""
+    with LOCK:
+        before = _memories.get(storage._cdata)
+        if before is not None and before.stream is not None:
+            _released.append(before)
+            stream = current_stream(before.stream.device)
+            stream.begin()
+            check_released(stream)
+            made = _memories[storage._cdata] = Memory(stream, place())
+            made.access(stream, True, 0, num_bytes, made.place)
+    return _real_resize(storage, num_bytes)
 
 
 def record_stream(tensor: Tensor, stream: Stream) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.transport import Transport
 from tests.conformance import runners
@@ -160,6 +161,24 @@ def drop_a_handle() -> None:
     transport.all_reduce(torch.ones(1000, device=device))
     torch.ones(1000, device=device)
     transport.close()
+
+
+def free_a_bucket() -> None:
+    """Frees a bucket that another stream has used, and whose memory was taken on a third."""
+    device = streams.own_device()
+    bucket = Bucket([torch.ones(1000, device=device)])
+    taking, using = streams.Stream(device), streams.Stream(device)
+    bucket.release_memory()
+    with streams.stream(taking):
+        bucket.take_memory()
+        bucket.pack([torch.ones(1000, device=device)])
+    using.wait_stream(taking)
+    with streams.stream(using):
+        bucket.flat.add_(1)
+    streams.current_stream(device).wait_stream(using)
+    bucket.release_memory()
+    with streams.stream(taking):
+        torch.ones(1000, device=device)
 
 
 def load_and_train(settings: dict[str, Any]) -> None:
