@@ -90,7 +90,7 @@ class Memory(ReplicasBenchmark):
         candidate.prepare()
         num_steps = -(-self.steps // candidate.period) * candidate.period
         for _ in range(num_steps):
-            candidate.begin()
+            candidate.step()
         dist.barrier()
         forget_peak()
         between = 0
