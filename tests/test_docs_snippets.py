@@ -114,6 +114,11 @@ RUNS = {
         "import torch\n"
         "torch.distributed.barrier()"
     ),
+    ("plan", "from torch.distributed.fsdp"): Run(
+        after="from torch.distributed.device_mesh import init_device_mesh\n"
+        "model, batch, loss = for_plan(init_device_mesh('cpu', (2,)))\nloss(model, batch).backward()",
+        ranks=2,
+    ),
     ("plan", "def for_plan"): Run(after="model, batch, loss = for_plan()\nloss(model, batch).backward()"),
     ("profiling", "from lightning_pipesync import DeAR, step_report"): Run(after="sync.detach()"),
     ("profiling", "from torch.profiler import"): Run(

@@ -28,6 +28,7 @@ from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.plan import trials
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result, read_plan
 from lightning_pipesync.lab.plan.stand_ins import with_refusals
@@ -277,10 +278,10 @@ def prove(later_on: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"}), Prediction("pipe_sgd")]
     make = trials.candidate_of
 
-    def candidate(one: Prediction, model: BenchModel) -> Candidate:
+    def candidate(one: Prediction, model: BenchModel, replicas: Replicas) -> Candidate:
         if one is chosen[1] and not later_on:
             return Failing("", model)
-        made = make(one, model)
+        made = make(one, model, replicas)
         if one is chosen[1] and dist.get_rank() in later_on:
             made.__class__ = FailingLater
         return made

@@ -20,6 +20,7 @@ from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
 from lightning_pipesync.lab.plan import costs, measure, stand_ins
 from lightning_pipesync.lab.plan.costs import measure_exchange, measure_in_a_row, sizes_for
+from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.stand_ins import measure_added
 from lightning_pipesync.lab.plan.trials import candidate_of
 from lightning_pipesync.lab.plan.work import activation_bytes
@@ -43,7 +44,7 @@ def exchanges_that_are_measured() -> dict[str, Any]:
         patch.object(measure, "measure_one_by_one", lambda topology, *_: topology),
         patch.object(measure, "measure_in_a_row"),
         patch.object(measure, "measure_backend"),
-        patch.object(measure, "measure_bandwidth", lambda: 1e9),
+        patch.object(measure, "measure_bandwidth", lambda **_: 1e9),
         patch.object(measure, "measure_exchange"),
         patch.object(measure, "gathered", lambda cluster: [cluster]),
     ):
@@ -176,7 +177,7 @@ def test_what_methods_add_is_the_same_on_all_ranks() -> None:
 
 
 def test_what_pipelines_add_is_measured_where_they_are_planned() -> None:
-    def measure(module: nn.Module, scale: float, declared: dict[str, StandIn]) -> dict[str, list[float]]:
+    def measure(module: nn.Module, scale: float, declared: dict[str, StandIn], _: Replicas) -> dict[str, list[float]]:
         return {name: [1.0] for name in declared}
 
     with patch.object(stand_ins, "_measure", measure):
@@ -191,7 +192,7 @@ def test_noise_is_not_multiplied(large: list[float], added: float) -> None:
     """Of a stand-in with a hundredth of the values: what it takes longer counts if it is more than rounds differ by."""
     module, values = nn.Linear(2**14, 100), 2**14 * 100 + 100
 
-    def measure(module: nn.Module, scale: float, declared: dict[str, StandIn]) -> dict[str, list[float]]:
+    def measure(module: nn.Module, scale: float, declared: dict[str, StandIn], _: Replicas) -> dict[str, list[float]]:
         return {name: [0.001, 0.002, 0.003] if scale == 0 else large for name in declared}
 
     with patch.multiple(stand_ins, _measure=measure, MOST_BYTES=4 * values // 100, MOST_SECONDS=1e9):

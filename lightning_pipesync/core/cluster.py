@@ -69,9 +69,12 @@ class BackendCost(MeasuredCost):
 
 @dataclass(frozen=True)
 class Cluster:
-    """The costs of communication among ranks that are alike, one on each host."""
+    """The costs of communication among hosts that are alike, each with one rank, or with a replica in shards.
 
-    world_size: int
+    Costs are of a rank that exchanges with the same one of each other host, all ranks of the hosts at the same time.
+    """
+
+    world_size: int  # the number of hosts
     bandwidth: float  # bytes per second that a rank can send while it receives as many, by plain TCP
     backend: LinkCost  # of the backend's own all-reduce, which DDP uses
     halves: LinkCost  # of this package's reduce-scatters and all-gathers, several in a row
@@ -80,6 +83,9 @@ class Cluster:
     #: Of what methods have asked to be measured, by its name and codec, with beta as above.
     exchanges: Mapping[str, Mapping[str, LinkCost]] = field(default_factory=dict)
     torus: LinkCost | None = None  # of the two halves on a torus; None: the ranks are too few, or it is not known
+    ranks_per_replica: int = 1  # neighboring ranks of a host among which FSDP2 shards a replica
+    #: Whether FSDP2's all-reduce between replicas runs under the backward pass: not on a CPU.
+    hsdp_overlaps: bool = False
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Cluster:
@@ -96,17 +102,28 @@ class Cluster:
             by_codec(saved["all_reduces"]),
             {name: by_codec(links) for name, links in saved["exchanges"].items()},
             None if saved["torus"] is None else MeasuredCost(**saved["torus"]),
+            saved["ranks_per_replica"],
+            saved["hsdp_overlaps"],
         )
 
     def seconds_on_wire(self, num_bytes: float, codec: str) -> float:
         """Returns the least seconds of an all-reduce: what its encoded bytes take at the bandwidth."""
         return 2 * (self.world_size - 1) / self.world_size * num_bytes / compression_of(codec) / self.bandwidth
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second of a host's link, which its ranks share."""
+        return self.ranks_per_replica * self.bandwidth
+
     def with_hosts(self, number: int) -> Cluster:
         return replace(self, world_size=number, torus=self.torus if number == self.world_size else None)
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
-        """Returns the same hosts with other links, in bytes per second; what the processors do takes as long."""
+        """Returns the same hosts with other links, in bytes per second; what the processors do takes as long.
+
+        ``bandwidth`` is that of a host, which its ranks share.
+        """
+        bandwidth /= self.ranks_per_replica
 
         def changed(link: LinkCost, codec: str) -> LinkCost:
             compression = compression_of(codec)

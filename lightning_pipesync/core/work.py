@@ -51,6 +51,8 @@ class Work:
     added: Mapping[str, float] = field(default_factory=dict)
     #: What a forward pass keeps for the backward pass, but for weights and the batch; 0 if unknown.
     activation_bytes: int = 0
+    #: Of a model that FSDP2 has sharded: the bytes of this rank's gradients in each of its groups.
+    groups: Sequence[int] = ()
     #: By name of a prediction why its method, by its own rules, cannot train this model.
     refused: Mapping[str, str] = field(default_factory=dict)
 

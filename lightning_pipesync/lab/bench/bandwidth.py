@@ -17,18 +17,18 @@ from lightning_pipesync.lab.bench.job_sockets import JobSockets
 LEAST_BYTES, MOST_BYTES, TRANSFER_S = MIB // 4, 8 * MIB, 0.3
 
 
-def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections: int = 1) -> float:
+def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections: int = 1, stride: int = 1) -> float:
     """Returns the bytes per second that a rank can send while it receives as many; a collective call.
 
-    Each rank sends ``num_bytes`` to the next and receives as many from the previous one, over ``connections`` TCP
-    connections; None: as many as take about :data:`TRANSFER_S`. The fastest of ``rounds`` transfers on the slowest rank
-    counts: after sending too much on a slow link, TCP takes a while to recover.
+    Each rank sends ``num_bytes`` to the rank ``stride`` behind it, all at the same time, and receives as many, over
+    ``connections`` TCP connections; None: as many as take about :data:`TRANSFER_S`. The fastest of ``rounds`` transfers
+    on the slowest rank counts: after sending too much on a slow link, TCP takes a while to recover.
     """
     if num_bytes is None:
-        first = measure_bandwidth(LEAST_BYTES, 3, connections)
+        first = measure_bandwidth(LEAST_BYTES, 3, connections, stride)
         num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, TRANSFER_S * first)))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    following, previous = (rank + stride) % world_size, (rank - stride) % world_size
     try:
         seconds = _time_transfers(following, num_bytes, rounds, connections)
     except TimeoutError as error:

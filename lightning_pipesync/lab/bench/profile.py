@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync.core.clock import Clock, Moment
+from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import Profile
@@ -41,7 +42,9 @@ class StepRecorder:
             parameter.register_post_accumulate_grad_hook(lambda parameter: self._note(self._step.ready, parameter))
             for parameter in self._parameters
         ]
-        self._handles += [one.register_forward_pre_hook(self._runs) for one in module.modules()]
+        # FSDP2 puts other tensors in the place of parameters while a module runs.
+        self._held = {one: list(one.parameters(recurse=False)) for one in module.modules()}
+        self._handles += [one.register_forward_pre_hook(self._runs) for one in self._held]
 
     @property
     def num_steps(self) -> int:
@@ -82,7 +85,7 @@ class StepRecorder:
             LayerTimes(
                 ready=median(step[id(p)] for step in ready),
                 needed=median(step.get(id(p), 0.0) for step in needed),
-                num_bytes=p.numel() * p.element_size(),
+                num_bytes=local_of(p).numel() * p.element_size(),
             )
             for p in self._parameters
             if all(id(p) in step for step in ready)
@@ -99,7 +102,7 @@ class StepRecorder:
             moments.setdefault(id(parameter), self._clock.now())
 
     def _runs(self, module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters(recurse=False):
+        for parameter in self._held[module]:
             self._note(self._step.needed, parameter)
 
 

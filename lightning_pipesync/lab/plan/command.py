@@ -40,6 +40,7 @@ class Plan(PlanSettings):
         """Plans, writes the plan, and prints it."""
         # Imported here because they are slow to import.
         from lightning_pipesync.lab.bench import benchmark
+        from lightning_pipesync.lab.bench.job import launched
         from lightning_pipesync.lab.bench.tables import write_results
         from lightning_pipesync.lab.plan.measure import measure_plan
         from lightning_pipesync.lab.plan.picture import draw
@@ -47,6 +48,16 @@ class Plan(PlanSettings):
         from lightning_pipesync.lab.plan.saved import changes_since, of_result, read_plan
         from lightning_pipesync.lab.plan.trials import PROVEN
 
+        if self.ranks_per_replica > 1 and self.from_file is not None:
+            raise ValueError(
+                f"ranks_per_replica={self.ranks_per_replica} is that of the earlier plan, with --from: leave it out."
+            )
+        if self.ranks_per_replica > 1 and not launched():
+            raise ValueError(
+                f"ranks_per_replica={self.ranks_per_replica} needs a launcher that starts as many ranks on each host: "
+                "torchrun --nnodes 2 --nproc-per-node 2 ... -m lightning_pipesync plan, on emulated hosts within "
+                "pipesync netlab, see docs/plan.md."
+            )
         output = self.output
         if self.from_file is not None:
             work, cluster, result = read_plan(self.from_file, self.hosts, self.rate)

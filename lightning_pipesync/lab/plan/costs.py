@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cluster import BackendCost, MeasuredCost
 from lightning_pipesync.lab.bench.candidate import sgd
+from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.trials import TIMEOUT_S, gathered
 from lightning_pipesync.methods.laboratory import Exchange
 from lightning_pipesync.methods.method import Method
@@ -50,7 +51,11 @@ def sizes_for(num_bytes: int, bandwidth: float) -> list[int]:
 
 
 def measure_in_a_row(
-    start: Callable[[Tensor], Waitable], sizes: Sequence[int], device: torch.device | str, halves: int
+    start: Callable[[Tensor], Waitable],
+    sizes: Sequence[int],
+    device: torch.device | str,
+    halves: int,
+    replicas: Replicas = EACH_RANK,
 ) -> MeasuredCost:
     """Measures several operations in a row, as they occur in a step; a collective call.
 
@@ -69,17 +74,21 @@ def measure_in_a_row(
             operation.wait()
         points.append((size, clock.seconds_between(begin, clock.now()) / number))
     num_bytes, seconds = zip(*points, strict=True)
-    return MeasuredCost.measured(num_bytes, seconds, dist.get_world_size(), halves)
+    return MeasuredCost.measured(num_bytes, seconds, replicas.number, halves)
 
 
-def measure_backend(sizes: Sequence[int], device: torch.device | str) -> BackendCost:
-    """Measures the backend's all-reduce, which DDP uses; a collective call."""
-    cost = measure_in_a_row(partial(dist.all_reduce, async_op=True), sizes, device, halves=2)
+def measure_backend(sizes: Sequence[int], device: torch.device | str, replicas: Replicas = EACH_RANK) -> BackendCost:
+    """Measures the backend's all-reduce, which DDP and FSDP2 use; a collective call."""
+    all_reduce = partial(dist.all_reduce, group=replicas.group, async_op=True)
+    cost = measure_in_a_row(all_reduce, sizes, device, halves=2, replicas=replicas)
     return BackendCost(**asdict(cost), ring_up_to=GLOO_RING_UP_TO if torch.device(device).type == "cpu" else 0)
 
 
 def measure_one_by_one(
-    all_reduce: Callable[[Tensor], Waitable], sizes: Sequence[int], device: torch.device | str
+    all_reduce: Callable[[Tensor], Waitable],
+    sizes: Sequence[int],
+    device: torch.device | str,
+    replicas: Replicas = EACH_RANK,
 ) -> MeasuredCost:
     """Measures all-reduces each of which begins when the one before has ended, as for whole gradients or weights."""
     clock = Clock(torch.device(device))
@@ -92,16 +101,27 @@ def measure_one_by_one(
             moments.append(clock.now())
         points += [(size, clock.seconds_between(*pair)) for pair in pairwise(moments[1:])]
     num_bytes, seconds = zip(*points, strict=True)
-    return MeasuredCost.measured(num_bytes, seconds, dist.get_world_size(), halves=2)
+    return MeasuredCost.measured(num_bytes, seconds, replicas.number, halves=2)
 
 
 def measure_exchange(
-    method: type[Method], exchange: Exchange, sizes: Sequence[int], device: torch.device
+    method: type[Method],
+    exchange: Exchange,
+    sizes: Sequence[int],
+    device: torch.device,
+    replicas: Replicas = EACH_RANK,
 ) -> dict[str, MeasuredCost]:
-    """Measures an exchange that a method has declared, and returns its cost by codec; a collective call."""
-    costs = {codec: _measure_steps(method, of_codec, sizes, device) for codec, of_codec in exchange.settings.items()}
+    """Measures an exchange that a method has declared, and returns its cost by codec; a collective call.
+
+    Raises:
+        ValueError: the method refuses ``replicas`` of several ranks.
+    """
+    costs = {
+        codec: _measure_steps(method, of_codec, sizes, device, replicas)
+        for codec, of_codec in exchange.settings.items()
+    }
     if exchange.at_once:
-        messages = dist.get_world_size() - 1
+        messages = replicas.number - 1
         costs = {
             codec: replace(cost, alpha=messages * cost.alpha, alpha_error=messages * cost.alpha_error, ratios=())
             for codec, cost in costs.items()
@@ -110,14 +130,20 @@ def measure_exchange(
 
 
 def _measure_steps(
-    method: Callable[..., Any], settings: Mapping[str, Any], sizes: Sequence[int], device: torch.device
+    method: Callable[..., Any],
+    settings: Mapping[str, Any],
+    sizes: Sequence[int],
+    device: torch.device,
+    replicas: Replicas,
 ) -> MeasuredCost:
     """Measures steps without those of the optimizer, which count as computation."""
     points = []
     for size in sizes[-NUM_SIZES_OF_EXCHANGES:]:
-        weights, alone = (nn.Parameter(torch.zeros(size // 4, device=device)) for _ in range(2))
+        weights, alone = (nn.Parameter(replicas.as_shard(torch.zeros(size // 4, device=device))) for _ in range(2))
         optimizer = sgd([alone])
-        sync = method(nn.ParameterList([weights]), sgd([weights]), timeout_s=TIMEOUT_S, **settings)
+        sync = method(
+            nn.ParameterList([weights]), sgd([weights]), timeout_s=TIMEOUT_S, **replicas.arguments, **settings
+        )
         for _ in range(ROUNDS):
             update = _seconds(optimizer.step, alone)
             dist.barrier()
@@ -126,7 +152,7 @@ def _measure_steps(
         sync.flush()
         sync.detach()
     num_bytes, seconds = zip(*points, strict=True)
-    return MeasuredCost.measured(num_bytes, seconds, dist.get_world_size(), halves=2)
+    return MeasuredCost.measured(num_bytes, seconds, replicas.number, halves=2)
 
 
 def _seconds(step: Callable[[], object], weights: nn.Parameter) -> float:

@@ -113,9 +113,9 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
     return found
 
 
-def several_connections(bandwidth: float) -> list[str]:
+def several_connections(bandwidth: float, ranks_per_replica: int = 1) -> list[str]:
     """Returns what to set if several TCP connections carry more than one carries; a collective call."""
-    several = measure_bandwidth(connections=CONNECTIONS)
+    several = measure_bandwidth(connections=CONNECTIONS, stride=ranks_per_replica)
     if several < WORTH * bandwidth:
         return []
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
@@ -36,7 +36,8 @@ from lightning_pipesync.lab.plan.costs import (
 )
 from lightning_pipesync.lab.plan.links import measure_links, outliers, several_connections
 from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.predictions import predict
+from lightning_pipesync.lab.plan.predictions import is_baseline, predict
+from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
 from lightning_pipesync.lab.plan.trials import Trials, gathered, to_prove
@@ -57,17 +58,18 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
 
     Returns what :func:`plan_for` does, with ``measured``; or only the ``error``, if the model cannot be trained.
     """
-    model, error = _outcome_of(settings.build)
+    replicas = Replicas.of(settings.ranks_per_replica, settings.device)
+    model, error = _outcome_of(partial(settings.build, replicas.within))
     work, error = _outcome_of(partial(measure_work, model)) if model is not None else (None, error)
     if model is None or work is None:
         return {"error": error}
     progress("the model")
-    result = plan_for(work, model.module, asdict(settings), progress)
+    result = plan_for(work, model.module, asdict(settings), progress, replicas)
     del model
     work, cluster, _ = of_result(result)
     if settings.rounds == 0:
         return result
-    trials = Trials(settings)
+    trials = Trials(settings, replicas)
     to_prove(predict(work, cluster), trials.begin)
     return {**result, "measured": trials.time(progress)}
 
@@ -87,7 +89,11 @@ def _outcome_of(action: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def plan_for(
-    work: Work, module: nn.Module, settings: Mapping[str, Any], progress: Callable[[str], object]
+    work: Work,
+    module: nn.Module,
+    settings: Mapping[str, Any],
+    progress: Callable[[str], object],
+    replicas: Replicas = EACH_RANK,
 ) -> dict[str, Any]:
     """Measures hosts, network, and what methods do besides, and predicts a step with each; a collective call.
 
@@ -97,13 +103,15 @@ def plan_for(
     """
     facts, everyones = gathered(facts_of_this_host(dist.get_rank())), gathered(work)
     names, device = [one.name for one in facts], device_of(module)
-    cluster = measure_cluster(device, max(one.num_bytes for one in everyones))
+    cluster = measure_cluster(device, max(one.num_bytes for one in everyones), replicas)
     progress("the network")
-    links, work = measure_links(cluster.bandwidth), slowest(everyones)
-    work = replace(work, added=measure_added(module, work, cluster))
-    work = with_refusals(work, cluster, module)
+    # Ranks of a host are near each other: pairs of hosts would have to be told from those.
+    links = measure_links(cluster.bandwidth) if replicas.mesh is None else None
+    work = slowest(everyones)
+    work = replace(work, added=measure_added(module, work, cluster, replicas))
+    work = with_refusals(work, cluster, module, replicas)
     predictions = predict(work, cluster)
-    ddp = next(one for one in predictions if one.method == "ddp")
+    baseline = next(one for one in predictions if is_baseline(one))
     return {
         "made": datetime.now().isoformat(sep=" ", timespec="minutes"),
         "settings": dict(settings),
@@ -113,38 +121,46 @@ def plan_for(
         "codecs": {codec: codec_speed(codec, device) for codec in LOSSY},
         "findings": [
             *findings(facts),
-            *outliers(links, names),
-            *several_connections(cluster.bandwidth),
-            *slow_ranks(everyones, names, ddp.seconds),
+            *(outliers(links, names) if links is not None else ()),
+            *several_connections(cluster.bandwidth, cluster.ranks_per_replica),
+            *slow_ranks(everyones, names, baseline.seconds),
             *_idle_gpu(device),
         ],
-        "links": asdict(links),
+        "links": None if links is None else asdict(links),
         "changes": [],
         "predictions": [asdict(one) for one in predictions],
         "measured": {},
     }
 
 
-def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
-    """Measures the network for gradients of ``num_bytes``; returns rank 0's costs on all ranks; a collective call."""
-    bandwidth = measure_bandwidth()
+def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = EACH_RANK) -> Cluster:
+    """Measures the network for gradients of ``num_bytes``; returns rank 0's costs on all ranks; a collective call.
+
+    ``num_bytes`` are those of a rank. All ranks of a host exchange at the same time, as in a step.
+    """
+    bandwidth = measure_bandwidth(stride=replicas.ranks_per_replica)
     sizes = sizes_for(num_bytes, bandwidth)
-    backend = measure_backend(sizes, device)
+    backend = measure_backend(sizes, device, replicas)
+    connect = partial(Transport, device, replicas=replicas.between)
     torus = None
-    with closing(Transport(device)) as transport:
-        halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
-        all_reduces = {"none": measure_one_by_one(_all_reduce(transport, "none"), sizes, device)}
-    with closing(Transport(device, topology="auto", codec=LOSSY[0])) as transport:  # as methods exchange with a codec
-        all_reduces |= {codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device) for codec in LOSSY}
-    if Torus.of(dist.get_world_size()) is not None:
-        with closing(Transport(device, topology="torus2d")) as transport:
+    with closing(connect()) as transport:
+        halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, 1, replicas)
+        all_reduces = {"none": measure_one_by_one(_all_reduce(transport, "none"), sizes, device, replicas)}
+    with closing(connect(topology="auto", codec=LOSSY[0])) as transport:  # as methods exchange with a codec
+        all_reduces |= {
+            codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device, replicas) for codec in LOSSY
+        }
+    if Torus.of(replicas.number) is not None and replicas.mesh is None:
+        with closing(connect(topology="torus2d")) as transport:
             torus = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
-    exchanges = {
-        exchange.name: measure_exchange(METHODS[name], exchange, sizes, device)
-        for name in METHODS
-        for exchange in lab_of(name).exchanges
-    }
-    measured = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, exchanges, torus)
+    exchanges = {}
+    for name in METHODS:
+        for exchange in lab_of(name).exchanges:
+            with suppress(ValueError) if replicas.mesh is not None else nullcontext():  # it refuses them, on all ranks
+                exchanges[exchange.name] = measure_exchange(METHODS[name], exchange, sizes, device, replicas)
+    costs = (backend, halves, all_reduces, exchanges, torus)
+    kind = (replicas.ranks_per_replica, device.type != "cpu")
+    measured = Cluster(replicas.number, bandwidth, *costs, *kind)
     return gathered(measured)[0]  # the same predictions on all ranks
 
 

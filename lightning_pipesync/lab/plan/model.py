@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipesync.core.dtensors import is_sharded
+from lightning_pipesync.lab.bench.candidates import sharded
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, model_names
 
 
@@ -26,6 +29,8 @@ class PlanSettings:
         compute_ms: Forward and backward pass of an emulated model, in milliseconds.
         steps: Least number of steps of one measurement of a method.
         rounds: Number of measurements of each method that is run, in turns; 0: only predict.
+        ranks_per_replica: Neighboring ranks among which FSDP2 shards a replica, those of a host; then methods between
+            hosts are planned, beside HSDP. Your function gets the mesh, along which it has to shard the module.
         device: cpu; or cuda, a GPU for each rank, over NCCL, with a model of yours.
 
     Raises:
@@ -37,6 +42,7 @@ class PlanSettings:
     compute_ms: float = 200.0
     steps: int = 5
     rounds: int = 3
+    ranks_per_replica: int = 1
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -45,6 +51,8 @@ class PlanSettings:
         for name in ("scale", "compute_ms", "steps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
+        if self.ranks_per_replica < 1:
+            raise ValueError(f"ranks_per_replica must be at least 1, got {self.ranks_per_replica!r}.")
         if self.rounds < 0:
             raise ValueError(f"rounds must not be negative, got {self.rounds!r}.")
         if self.device not in ("cpu", "cuda"):
@@ -54,9 +62,23 @@ class PlanSettings:
         if self.device == "cuda" and self.model.startswith("emulated-"):
             raise ValueError(f"The layers of {self.model} sleep, and use no GPU: set device='cpu'.")
 
-    def build(self) -> BenchModel:
-        """Returns the model; ValueError if there is no such function, or it returns something else."""
-        return self._on_cpu().to(self.device)
+    def build(self, mesh: DeviceMesh | None = None) -> BenchModel:
+        """Returns the model, which FSDP2 has sharded along ``mesh`` if that is given.
+
+        ValueError if there is no such function, or it returns something else.
+        """
+        if mesh is None:
+            return self._on_cpu().to(self.device)
+        if self.model in model_names():
+            return sharded(self._on_cpu().to(self.device), mesh)
+        model = _users_own(self.model, mesh)
+        if not is_sharded(model.module):
+            raise ValueError(
+                f"model={self.model!r} returned a module that is not sharded: with ranks_per_replica="
+                f"{self.ranks_per_replica} it gets a mesh, for fully_shard(layer, mesh=mesh) of each layer and of the "
+                "module."
+            )
+        return model
 
     def _on_cpu(self) -> BenchModel:
         if self.model in model_names():
@@ -67,10 +89,13 @@ class PlanSettings:
         return _users_own(self.model)
 
 
-def _users_own(name: str) -> BenchModel:
+def _users_own(name: str, *arguments: Any) -> BenchModel:
     """Returns what the user's function makes, of a module in the present folder or of an installed one."""
     try:
-        made = resolve_name(name)()
+        function = resolve_name(name)
+        if arguments and not signature(function).parameters:
+            raise ValueError("it takes no mesh, along which to shard the module")
+        made = function(*arguments)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model={name!r}: {type(error).__name__}: {error}. Give MODULE:FUNCTION.") from error
     match made:

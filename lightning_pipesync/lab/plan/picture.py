@@ -11,7 +11,7 @@ from typing import Any
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, picture
-from lightning_pipesync.lab.plan.predictions import enough_bandwidth, fastest, predict
+from lightning_pipesync.lab.plan.predictions import BASELINES, baseline_of, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.text import rate, round_rate
 from lightning_pipesync.lab.plan.verdict import rounds_of
 from lightning_pipesync.methods.laboratory import Prediction
@@ -32,7 +32,7 @@ EXTRAPOLATED, NEAR = "#ececec", 1.3
 
 
 def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) -> None:
-    """Draws the speed-up over DDP by bandwidth and by number of hosts.
+    """Draws the speed-up over the baseline by bandwidth and by number of hosts.
 
     Lines are predictions, with the band of the costs' errors; large markers are measured. What was not
     measured is on grey.
@@ -43,28 +43,39 @@ def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) ->
     }
     legend: Any = {"legend": "below", "legend_columns": 4, "patches": explained}
     with picture(path, (11, 5.4), columns=2, **legend) as [[by_bandwidth, by_hosts]]:
-        by_bandwidth.figure.suptitle(f"{result['settings']['model']}: gain over DDP")
+        by_bandwidth.figure.suptitle(f"{result['settings']['model']}: gain over {baseline_of(cluster).upper()}")
         _draw_panels(by_bandwidth, by_hosts, work, cluster, result)
 
 
 def _draw_panels(by_bandwidth: Any, by_hosts: Any, work: Work, cluster: Cluster, result: Mapping[str, Any]) -> None:
-    rates, hosts = [cluster.bandwidth * factor for factor in BANDWIDTHS], [float(number) for number in HOSTS]
+    baseline = baseline_of(cluster).upper()
+    rates, hosts = [cluster.host_bandwidth * factor for factor in BANDWIDTHS], [float(number) for number in HOSTS]
     _draw_gains(by_bandwidth, work, cluster, rates, Cluster.with_bandwidth)
     _draw_gains(by_hosts, work, cluster, hosts, lambda cluster, number: cluster.with_hosts(int(number)))
     by_bandwidth.set(xlabel="each host's link", title=f"{cluster.world_size} hosts")
-    by_hosts.set(xlabel="hosts", title=f"{rate(cluster.bandwidth)} each")
+    by_hosts.set(xlabel="hosts", title=f"{rate(cluster.host_bandwidth)} each")
     if (enough := enough_bandwidth(work, cluster)) is not None and enough < rates[-1]:
-        by_bandwidth.axvline(enough, color=COLOURS[0], linestyle=":", label=f"DDP is enough: {round_rate(enough)}")
+        by_bandwidth.axvline(
+            enough,
+            color=COLOURS[0],
+            linestyle=":",
+            label=f"{baseline} is enough: {round_rate(enough)}",
+        )
     same_hosts = cluster.world_size == result["world_size"]
     same_rate = cluster.bandwidth == result["cluster"]["bandwidth"]
-    _mark_measured(by_bandwidth, rates, result["cluster"]["bandwidth"] if same_hosts else None)
+    measured = cluster.ranks_per_replica * result["cluster"]["bandwidth"]
+    _mark_measured(by_bandwidth, rates, measured if same_hosts else None)
     _mark_measured(by_hosts, hosts, result["world_size"] if same_rate else None)
-    for panel, here in ((by_bandwidth, cluster.bandwidth), (by_hosts, cluster.world_size)):
+    for panel, here in ((by_bandwidth, cluster.host_bandwidth), (by_hosts, cluster.world_size)):
         if same_hosts and same_rate:
             _draw_measured(panel, here, predict(work, cluster), result["measured"])
         panel.axhline(1.0, color=COLOURS[0], linewidth=0.8)
         gains_much = panel.get_ylim()[1] > LOG_FROM
-        panel.set(xscale="log", yscale="log" if gains_much else "linear", ylabel="times as fast as DDP")
+        panel.set(
+            xscale="log",
+            yscale="log" if gains_much else "linear",
+            ylabel=f"times as fast as {baseline}",
+        )
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("{x:g}")
         panel.grid(alpha=0.3)
@@ -82,7 +93,7 @@ def _draw_gains(
     clusters = [changed(cluster, place) for place in places]
     middle, *ends = [[_gains(work, one.with_errors(sign)) for one in clusters] for sign in (0, -1, 1)]
     for method in middle[0]:
-        if method != "ddp":
+        if method not in BASELINES:
             # A model has too few layers for a pipeline of more hosts than that.
             curve, low, high = ([gains.get(method, math.nan) for gains in each] for each in (middle, *ends))
             look = look_of(method)
@@ -109,13 +120,14 @@ def _draw_measured(
     for one in predictions:
         if one.name in rounds:
             seconds[one.method] = min(median(rounds[one.name]), seconds.get(one.method, math.inf))
-    for method in seconds if "ddp" in seconds else ():
-        if method != "ddp":
-            gain = seconds["ddp"] / seconds[method]
+    for baseline in seconds.keys() & set(BASELINES):
+        for method in [one for one in seconds if one != baseline]:
+            gain = seconds[baseline] / seconds[method]
             panel.plot(here, gain, label=f"{method}, measured", **look_of(method), linestyle="", markersize=9, zorder=3)
 
 
 def _gains(work: Work, cluster: Cluster) -> Mapping[str, float]:
-    """Returns how many times as fast as DDP each method is at its fastest."""
+    """Returns how many times as fast as the baseline each method is at its fastest."""
     seconds = fastest(work, cluster)
-    return {method: seconds["ddp"] / of_method for method, of_method in seconds.items()}
+    baseline = seconds[baseline_of(cluster)]
+    return {method: baseline / of_method for method, of_method in seconds.items()}

@@ -1,18 +1,22 @@
-"""What a step takes with DDP and with each registered method, from measured costs."""
+"""What a step takes with the baseline, DDP or HSDP, and with each registered method, from measured costs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.cost import end_of_pipeline
 from lightning_pipesync.core.work import DEFAULT_MB, Work
 from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.methods.laboratory import Prediction, waiting_share
 from lightning_pipesync.training.registry import METHODS
+
+#: What methods are compared with: DDP, and FSDP2 on a mesh of two dimensions where it shards replicas.
+BASELINES = ("ddp", "hsdp")
 
 #: A bucket size of DDP that is slower by this share of a step at most is as fast.
 AS_FAST = 0.01
@@ -22,6 +26,15 @@ MOST_ACCUMULATED = 64
 
 #: A method hardly waits that waits for the network for this share of a step at most.
 LITTLE = 0.05
+
+
+def is_baseline(prediction: Prediction) -> bool:
+    return prediction.method in BASELINES
+
+
+def baseline_of(cluster: Cluster) -> str:
+    """Returns the name of what methods are compared with on such hosts."""
+    return BASELINES[cluster.ranks_per_replica > 1]
 
 
 def predict(work: Work, cluster: Cluster) -> list[Prediction]:
@@ -64,13 +77,16 @@ def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
 
 
 def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-    """Yields groups of settings of each of which one is chosen, see :meth:`LabEntry.predict`; DDP's come first.
+    """Yields groups of settings of each of which one is chosen, see :meth:`LabEntry.predict`; the baseline's first.
 
     Those that the method refuses for this model are left out.
     """
     ddp = [_ddp_in(work, cluster, size) for size in work.bucket_sizes()]
     groups = [ddp]
-    if _chosen(ddp, work).settings["bucket_mb"] != DEFAULT_MB:
+    if cluster.ranks_per_replica > 1:
+        seconds = predict_hsdp(work, cluster)
+        groups = [[Prediction("hsdp", {}, seconds, why=waiting_share(work.seconds, seconds))]]
+    elif _chosen(ddp, work).settings["bucket_mb"] != DEFAULT_MB:
         groups.append([one for one in ddp if one.settings["bucket_mb"] == DEFAULT_MB])
     for name in METHODS:
         groups += lab_of(name).predict(work, cluster)
@@ -79,41 +95,59 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
             yield allowed
 
 
+def predict_hsdp(work: Work, cluster: Cluster) -> float:
+    """Returns the predicted seconds of a step of FSDP2 on both dimensions, with an all-reduce of each of its groups."""
+    durations = [cluster.backend.all_reduce(num_bytes, cluster.world_size) for num_bytes in work.groups]
+    if not cluster.hsdp_overlaps:
+        return work.seconds + sum(durations)
+    ready, filled, tensors = [], 0, iter(work.profile.tensors)
+    for group in accumulate(work.groups):  # its gradients are ready once those before them and its own are
+        moment = 0.0
+        while filled < group and (tensor := next(tensors, None)) is not None:
+            filled, moment = filled + tensor.num_bytes, tensor.ready
+        ready.append(moment)
+    backward = max(work.profile.backward, end_of_pipeline(ready, durations))
+    return work.profile.forward + backward + work.profile.update
+
+
 def _ddp_in(work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
     seconds = predict_ddp(work.profile_with("ddp"), cluster.backend, cluster.world_size, bucket_mb)
     return Prediction("ddp", {"bucket_mb": bucket_mb}, seconds, why=waiting_share(work.seconds_with("ddp"), seconds))
 
 
 def enough_bandwidth(work: Work, cluster: Cluster, share: float = LITTLE) -> float | None:
-    """Returns the bytes per second from which on DDP waits for the network for ``share`` of a step at most.
+    """Returns the bytes per second from which on the baseline waits for the network for ``share`` of a step at most.
 
-    None: it waits for longer at any bandwidth, because of latency or of what processors do.
+    They are a host's. None: it waits for longer at any bandwidth, because of latency or of what processors do.
     """
+    computation = work.seconds_with(baseline_of(cluster))
 
     def waits(bandwidth: float) -> bool:
-        backend = cluster.with_bandwidth(bandwidth).backend
-        return _ddp(work, backend, cluster.world_size) * (1 - share) > work.seconds_with("ddp")
+        return _baseline(work, cluster.with_bandwidth(bandwidth)) * (1 - share) > computation
 
     return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
 
 
 def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> int | None:
-    """Returns the batches to accumulate with which DDP waits for the network for ``share`` of a step at most.
+    """Returns the batches to accumulate with which the baseline waits for the network for ``share`` of a step at most.
 
     A power of 2, at most :data:`MOST_ACCUMULATED`; None: that is not enough.
     """
     compute = work.profile.forward + work.profile.backward
-    ddp = _ddp(work, cluster.backend, cluster.world_size)
+    whole_step, computation = _baseline(work, cluster), work.seconds_with(baseline_of(cluster))
     for batches in (2**exponent for exponent in range(MOST_ACCUMULATED.bit_length())):
         whole = (batches - 1) * compute
-        if (whole + ddp) * (1 - share) <= whole + work.seconds_with("ddp"):
+        if (whole + whole_step) * (1 - share) <= whole + computation:
             return batches
     return None
 
 
-def _ddp(work: Work, backend: LinkCost, world_size: int) -> float:
-    """Returns the seconds of a step of DDP with its best buckets."""
-    return min(predict_ddp(work.profile_with("ddp"), backend, world_size, size) for size in work.bucket_sizes())
+def _baseline(work: Work, cluster: Cluster) -> float:
+    """Returns the seconds of a step of HSDP, or of DDP with its best buckets."""
+    if cluster.ranks_per_replica > 1:
+        return predict_hsdp(work, cluster)
+    profile, world_size = work.profile_with("ddp"), cluster.world_size
+    return min(predict_ddp(profile, cluster.backend, world_size, size) for size in work.bucket_sizes())
 
 
 def _first(holds: Callable[[float], bool], low: float, high: float, steps: int = 30) -> float | None:

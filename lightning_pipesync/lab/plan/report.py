@@ -11,8 +11,10 @@ from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.plan.costs import GLOO_RING_UP_TO
 from lightning_pipesync.lab.plan.predictions import (
+    baseline_of,
     enough_accumulation,
     enough_bandwidth,
+    is_baseline,
     predict,
 )
 from lightning_pipesync.lab.plan.text import (
@@ -26,15 +28,12 @@ from lightning_pipesync.lab.plan.text import (
     round_rate,
     table,
 )
-from lightning_pipesync.lab.plan.verdict import Verdict, ddp_of, rounds_of, verdict_of
+from lightning_pipesync.lab.plan.verdict import Verdict, fastest_baseline, rounds_of, verdict_of
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
 
 #: The two lists.
 KINDS = ((True, "exact"), (False, "not exact"))
-
-MEASURED = ["measured, in turns", "ms a step", "times DDP", "predicted", "off", "peak MiB"]
-PREDICTED, EXTRAPOLATED = ([f"{how}, not run", "ms a step", "times DDP"] for how in ("predicted", "extrapolated"))
 
 
 def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
@@ -45,25 +44,29 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     """
     predictions = sorted(predict(work, cluster), key=lambda one: one.seconds)
     measured: Mapping[str, Mapping[str, Any]] = result["measured"]
-    verdict = verdict_of(predictions, measured, work.seconds_with("ddp"), extrapolated(cluster, result))
+    computation, changed = work.seconds_with(baseline_of(cluster)), extrapolated(cluster, result)
+    verdict = verdict_of(predictions, measured, computation, changed)
     blocks = [
         paragraph("\n".join(verdict.sentences)),
         paragraph(_what_is_planned(work, cluster, result)),
         "".join(paragraph(one, bullet=True) for one in (*result["findings"], *result["changes"])),
-        *_tables(predictions, work, measured, EXTRAPOLATED if extrapolated(cluster, result) else PREDICTED),
+        *_tables(predictions, work, measured, "extrapolated" if changed else "predicted"),
         paragraph(_enough(work, cluster)),
         paragraph(_assumptions(cluster, result)),
         paragraph(_codecs(result["codecs"])),
-        *to_copy(verdict, bool(measured)),
+        *to_copy(verdict, bool(measured), cluster.ranks_per_replica > 1),
     ]
     return "\n".join(block for block in blocks if block)
 
 
 def _what_is_planned(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
-    size = sum(tensor.num_bytes for tensor in work.profile.tensors) / MIB
+    ranks, without = cluster.ranks_per_replica, "without communication"
+    hosts = f"{cluster.world_size} hosts"
+    if ranks > 1:
+        hosts, without = f"{hosts} of {ranks} ranks, which share a replica,", "without communication between hosts"
     return (
-        f"{result['settings']['model']} on {cluster.world_size} hosts with {rate(cluster.bandwidth)} each: a step "
-        f"without communication {milliseconds(work.seconds)}, gradients {size:.3g} MiB."
+        f"{result['settings']['model']} on {hosts} with {rate(cluster.host_bandwidth)} each: a step {without} "
+        f"{milliseconds(work.seconds)}, gradients {ranks * work.num_bytes / MIB:.3g} MiB."
     )
 
 
@@ -77,11 +80,13 @@ def _assumptions(cluster: Cluster, result: Mapping[str, Any]) -> str:
     """Returns what is assumed of a cluster that was not measured."""
     if not extrapolated(cluster, result):
         return ""
+    bandwidth = cluster.ranks_per_replica * result["cluster"]["bandwidth"]
     return (
-        f"Extrapolated from {result['world_size']} hosts with {rate(result['cluster']['bandwidth'])} each. Assumed: "
+        f"Extrapolated from {result['world_size']} hosts with {rate(bandwidth)} each. Assumed: "
         "all hosts are like those, behind switches that are not too narrow; a message has the latency, and a byte the "
-        "work of processors, that were measured; DDP's all-reduce is the faster of a ring and of halving and doubling, "
-        f"about what NCCL's trees take (with Gloo on {GLOO_RING_UP_TO} hosts or fewer, a ring, as torch has it)."
+        f"work of processors, that were measured; {baseline_of(cluster).upper()}'s all-reduce is the faster of a ring "
+        "and of halving and doubling, about what NCCL's trees take (with Gloo on "
+        f"{GLOO_RING_UP_TO} hosts or fewer, a ring, as torch has it)."
     )
 
 
@@ -89,25 +94,28 @@ def _tables(
     predictions: Sequence[Prediction],
     work: Work,
     measured: Mapping[str, Mapping[str, Any]],
-    not_run: Sequence[str],
+    how: str,
 ) -> Iterator[str]:
     """Yields what was run, what was not, and what cannot be; measured and predicted steps are never in one ranking.
 
-    The headings of what was ``not_run`` say whether it is of the measured cluster.
+    ``how`` says whether what was not run is of the measured cluster.
     """
-    predicted_ddp = next(one for one in predictions if one.method == "ddp")  # the fastest
+    predicted_ddp = next(one for one in predictions if is_baseline(one))  # the fastest
+    times = f"times {predicted_ddp.method.upper()}"
+    headings_of_run = ["measured, in turns", "ms a step", times, "predicted", "off", "peak MiB"]
+    headings_of_rest = [f"{how}, not run", "ms a step", times]
     rounds = rounds_of(predictions, measured) if measured else {}
-    ddp = ddp_of(predictions, rounds)
+    ddp = fastest_baseline(predictions, rounds)
     usual = {name: median(seconds) for name, seconds in rounds.items()}
     run = sorted((one for one in predictions if one.name in usual), key=lambda one: usual[one.name])
     failed = {one.name for one in predictions if "error" in measured.get(one.name, {})}
     rest = [one for one in predictions if one.name not in usual and one.name not in failed]
 
     def measured_row(one: Prediction) -> Row:
-        times = f"{usual[ddp.name] / usual[one.name]:.2f}" if ddp is not None else ""
+        gain = f"{usual[ddp.name] / usual[one.name]:.2f}" if ddp is not None else ""
         peak = (measured[one.name]["resident_bytes"] + work.activation_bytes) / MIB
         off = f"{one.seconds / usual[one.name] - 1:+.0%}"
-        cells = [one.method, number_of_ms(usual[one.name]), times, _predicted(one), off, f"{peak:.0f}"]
+        cells = [one.method, number_of_ms(usual[one.name]), gain, _predicted(one), off, f"{peak:.0f}"]
         return Row(cells, [one.shown_settings, one.why])
 
     def predicted_row(one: Prediction) -> Row:
@@ -115,7 +123,7 @@ def _tables(
             [one.method, _predicted(one), f"{predicted_ddp.seconds / one.seconds:.2f}"], [one.shown_settings, one.why]
         )
 
-    for headings, found, make in ((MEASURED, run, measured_row), (not_run, rest, predicted_row)):
+    for headings, found, make in ((headings_of_run, run, measured_row), (headings_of_rest, rest, predicted_row)):
         listed: list[str | Row] = []
         for exact, title in KINDS:
             if some := [make(one) for one in found if one.exact == exact]:
@@ -149,30 +157,34 @@ def _codecs(speeds: Mapping[str, float]) -> str:
 
 
 def _enough(work: Work, cluster: Cluster) -> str:
-    """Returns from where on DDP waits for 5 % of a step at most, by prediction."""
+    """Returns from where on the baseline waits for 5 % of a step at most, by prediction."""
     bandwidth, batches = enough_bandwidth(work, cluster), enough_accumulation(work, cluster)
+    name = baseline_of(cluster).upper()
     if batches == 1:
-        return "Predicted: DDP waits for the network for 5 % of a step at most here."
+        return f"Predicted: {name} waits for the network for 5 % of a step at most here."
     ways = [f"from about {round_rate(bandwidth)}"] if bandwidth is not None else []
     ways += [f"with {batches} accumulated batches"] if batches is not None else []
     if not ways:
-        return "Predicted: DDP waits for more than 5 % of a step at any bandwidth."
-    return f"Predicted: DDP is enough {', or '.join(ways)}; it then waits for 5 % of a step at most."
+        return f"Predicted: {name} waits for more than 5 % of a step at any bandwidth."
+    return f"Predicted: {name} is enough {', or '.join(ways)}; it then waits for 5 % of a step at most."
 
 
-def to_copy(verdict: Verdict, run: bool) -> Iterator[str]:
-    """Yields lines of Python, and YAML, for what is advised."""
+def to_copy(verdict: Verdict, run: bool, in_shards: bool) -> Iterator[str]:
+    """Yields lines of Python, and YAML, for what is advised; ``in_shards``: for models that FSDP2 shards."""
     for one, why in ((verdict.exact, ""), (verdict.other, ", if its quality suffices (docs/results.md)")):
         if one is not None:
             yield paragraph(f"{'To use' if run else 'To try'} {one.method}{why}:")
-            yield _in_python(one)
-            yield _in_yaml(one)
+            if in_shards:
+                yield _between_replicas(one)
+            else:
+                yield _in_python(one)
+                yield _in_yaml(one)
 
 
 def _in_python(one: Prediction) -> str:
     """Returns the lines of Python, with the import."""
     package, strategy, settings = "lightning.pytorch.strategies", "DDPStrategy", dict(one.settings)
-    if one.method == "ddp":
+    if is_baseline(one):
         settings = {"bucket_cap_mb": one.settings["bucket_mb"]}
     else:
         package, strategy = "lightning_pipesync", f"{METHODS[one.method].__name__}Strategy"
@@ -180,9 +192,23 @@ def _in_python(one: Prediction) -> str:
     return f"{INDENT}from {package} import {strategy}\n" + code(f"Trainer(strategy={strategy}(", arguments, "))")
 
 
+def _between_replicas(one: Prediction) -> str:
+    """Returns the lines of a plain loop, for a model that is sharded along one dimension of a mesh, or along both."""
+    if is_baseline(one):
+        return f"{INDENT}fully_shard(model, mesh=mesh)  # of two dimensions; each layer before\n"
+    method = METHODS[one.method].__name__
+    arguments = ", ".join(f"{name}={value!r}" for name, value in one.settings.items())
+    arguments = ", ".join(filter(None, ["model, optimizer", 'replicas=mesh["replicas"]', arguments]))
+    return (
+        f"{INDENT}from lightning_pipesync import {method}\n"
+        f'{INDENT}fully_shard(model, mesh=mesh["shards"])  # each layer before\n'
+        + code(f"sync = {method}(", arguments, ")")
+    )
+
+
 def _in_yaml(one: Prediction) -> str:
     """Returns the section for `pipesync launch`, of a method of this package."""
-    if one.method == "ddp":
+    if is_baseline(one):
         return ""
     lines = ["pipesync:", f"  method: {one.method}", *(f"  {name}: {value}" for name, value in one.settings.items())]
     return paragraph("Or for `pipesync launch`:") + "\n" + "".join(f"{INDENT}{line}\n" for line in lines)

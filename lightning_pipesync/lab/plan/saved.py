@@ -38,7 +38,10 @@ def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Work, Cl
             raise ValueError(f"hosts={hosts!r}: a plan needs at least 2.")
         cluster, result = cluster.with_hosts(hosts), {**result, "measured": {}}
     if rate is not None:
-        cluster, result = cluster.with_bandwidth(bits_per_second(rate) / 8), {**result, "measured": {}}
+        cluster, result = (
+            cluster.with_bandwidth(bits_per_second(rate) / 8),
+            {**result, "measured": {}},
+        )
     return work, cluster, result
 
 

@@ -17,6 +17,7 @@ from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.bench.models import stand_in
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
 from lightning_pipesync.lab.plan.predictions import predict
+from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.trials import candidate_of, gathered
 from lightning_pipesync.methods.laboratory import Prediction, StandIn
 from lightning_pipesync.training.registry import METHODS
@@ -28,7 +29,7 @@ MOST_BYTES, MOST_SECONDS = 2**24, 0.25
 STEPS, ROUNDS = 4, 3
 
 
-def measure_added(module: nn.Module, work: Work, cluster: Cluster) -> dict[str, float]:
+def measure_added(module: nn.Module, work: Work, cluster: Cluster, replicas: Replicas = EACH_RANK) -> dict[str, float]:
     """Returns by method the seconds that it adds to a step without communication, the same on all ranks; collective.
 
     Stand-ins of the model compute nothing. They have as many layers and tensors, of one value each, so that messages
@@ -38,11 +39,13 @@ def measure_added(module: nn.Module, work: Work, cluster: Cluster) -> dict[str, 
     numbers = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     most, num_bytes = min(MOST_BYTES, MOST_SECONDS * cluster.bandwidth), 4 * len(numbers)
     scale = min(1.0, most / (4 * sum(numbers)))
-    ddp = StandIn({"bucket_mb": DEFAULT_MB}, cluster.backend.all_reduce(num_bytes, cluster.world_size))
-    declared = {"ddp": ddp, **{name: lab_of(name).stand_in(work, cluster, num_bytes) for name in METHODS}}
+    declared = {name: lab_of(name).stand_in(work, cluster, num_bytes) for name in METHODS}
+    if replicas.mesh is None:  # FSDP2's own work is that of a step without communication
+        waits = cluster.backend.all_reduce(num_bytes, cluster.world_size)
+        declared["ddp"] = StandIn({"bucket_mb": DEFAULT_MB}, waits)
     stand_ins = {name: one for name, one in declared.items() if one is not None}
-    small = _measure(module, 0.0, stand_ins)
-    large = _measure(module, scale, {name: one for name, one in stand_ins.items() if one.waits is None})
+    small = _measure(module, 0.0, stand_ins, replicas)
+    large = _measure(module, scale, {name: one for name, one in stand_ins.items() if one.waits is None}, replicas)
     seconds = {name: median(rounds) - (stand_ins[name].waits or 0.0) for name, rounds in small.items()}
     for name, rounds in large.items():
         if min(rounds) > max(small[name]):  # otherwise a large model would multiply noise
@@ -50,14 +53,17 @@ def measure_added(module: nn.Module, work: Work, cluster: Cluster) -> dict[str, 
     return {name: max(0.0, took) for name, took in seconds.items()}
 
 
-def _measure(module: nn.Module, scale: float, stand_ins: Mapping[str, StandIn]) -> dict[str, list[float]]:
+def _measure(
+    module: nn.Module, scale: float, stand_ins: Mapping[str, StandIn], replicas: Replicas
+) -> dict[str, list[float]]:
     """Returns by method, for each round, what a step of a stand-in takes longer."""
-    alone = without_communication(stand_in(module, scale))
+    alone = without_communication(replicas.sharded(stand_in(module, scale)))
     candidates: dict[str, Candidate] = {alone.name: alone}
     for name, declared in stand_ins.items():
         try:
-            candidates[name] = candidate_of(Prediction(name, declared.settings), stand_in(module, scale))
-        except ValueError:  # on all ranks: too few layers for a pipeline
+            model = replicas.sharded(stand_in(module, scale))
+            candidates[name] = candidate_of(Prediction(name, declared.settings), model, replicas)
+        except ValueError:  # on all ranks: too few layers for a pipeline, or a method that takes no shards
             continue
         candidates[name].prepare()
 
@@ -80,7 +86,7 @@ def _measure(module: nn.Module, scale: float, stand_ins: Mapping[str, StandIn]) 
     }
 
 
-def with_refusals(work: Work, cluster: Cluster, module: nn.Module) -> Work:
+def with_refusals(work: Work, cluster: Cluster, module: nn.Module, replicas: Replicas = EACH_RANK) -> Work:
     """Returns the work with what methods refuse of all that would be predicted, until they refuse no more; collective.
 
     Each prediction's method is attached, with its settings, to a stand-in with as many layers and tensors. Work and
@@ -88,16 +94,16 @@ def with_refusals(work: Work, cluster: Cluster, module: nn.Module) -> Work:
     """
     reasons: dict[str, str | None] = {}
     while new := [one for one in predict(work, cluster) if one.name not in reasons]:
-        reasons |= {one.name: _refusal(one, module) for one in new}
+        reasons |= {one.name: _refusal(one, module, replicas) for one in new}
         work = replace(work, refused={name: reason for name, reason in reasons.items() if reason is not None})
     return work
 
 
-def _refusal(prediction: Prediction, module: nn.Module) -> str | None:
+def _refusal(prediction: Prediction, module: nn.Module, replicas: Replicas) -> str | None:
     """Returns why a method refuses a model, the same on all ranks; None: it does not."""
     candidate, reason = None, None
     try:
-        candidate = candidate_of(prediction, stand_in(module))
+        candidate = candidate_of(prediction, replicas.sharded(stand_in(module)), replicas)
     except ValueError as error:
         reason = str(error)
     first = next(filter(None, gathered(reason)), None)

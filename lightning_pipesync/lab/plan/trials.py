@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipesync.core.torch_private import is_dtensor
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import ddp
 from lightning_pipesync.lab.bench.method_candidate import lab_of, make_candidate
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
 from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.predictions import is_baseline
+from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas, hsdp
 from lightning_pipesync.methods.laboratory import Prediction
 
 T = TypeVar("T")
@@ -29,22 +32,27 @@ TIMEOUT_S = 120.0
 PROVEN = 2
 
 
-def candidate_of(prediction: Prediction, model: BenchModel) -> Candidate:
-    """Returns a candidate with the settings of a prediction; ValueError if the method cannot train the model."""
+def candidate_of(prediction: Prediction, model: BenchModel, replicas: Replicas = EACH_RANK) -> Candidate:
+    """Returns a candidate with the settings of a prediction; ValueError if the method cannot train the model.
+
+    The model is sharded as the method needs it.
+    """
     if prediction.method == "ddp":
         return ddp(model, **prediction.settings)
+    if prediction.method == "hsdp":
+        return hsdp(model)
     declared = lab_of(prediction.method).trial({**prediction.settings, "timeout_s": TIMEOUT_S})
-    return make_candidate(prediction.method, declared)(model)
+    return make_candidate(prediction.method, declared, **replicas.arguments)(model)
 
 
 def to_prove(predictions: Sequence[Prediction], runs: Callable[[Prediction], bool]) -> list[Prediction]:
-    """Returns DDP, the best of the exact predictions, and the best of the other methods, each of these once.
+    """Returns the baseline, the best of the exact predictions, and the best of the other methods, each of these once.
 
     ``runs`` tries one, and returns whether it can be run: the next best replaces one that cannot.
     """
     in_order = sorted(predictions, key=lambda one: one.seconds)
-    chosen = [one for one in predictions if one.method == "ddp" and runs(one)]
-    exact = (one for one in in_order if one.exact and one.method != "ddp" and runs(one))
+    chosen = [one for one in predictions if is_baseline(one) and runs(one)]
+    exact = (one for one in in_order if one.exact and not is_baseline(one) and runs(one))
     chosen += islice(exact, PROVEN)
     others: dict[str, Prediction] = {}
     for one in in_order:
@@ -57,16 +65,20 @@ def resident_bytes() -> int:
     """Returns the bytes of all tensors of this process, and of gradients; without those of a graph."""
     gc.collect()
     tensors: list[Tensor] = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    tensors = [one for one in tensors if one.layout == torch.strided and not one.is_meta]
+    # A DTensor's memory is that of its local tensor.
+    tensors = [one for one in tensors if one.layout == torch.strided and not one.is_meta and not is_dtensor(one)]
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
 def run_in_turns(
-    chosen: Sequence[Prediction], settings: PlanSettings, progress: Callable[[str], object]
+    chosen: Sequence[Prediction],
+    settings: PlanSettings,
+    progress: Callable[[str], object],
+    replicas: Replicas = EACH_RANK,
 ) -> dict[str, dict[str, Any]]:
     """Runs steps of each method; a collective call. It returns what :meth:`Trials.time` does."""
-    trials = Trials(settings)
+    trials = Trials(settings, replicas)
     for one in chosen:
         trials.begin(one)
     return trials.time(progress)
@@ -75,8 +87,8 @@ def run_in_turns(
 class Trials:
     """Steps of several methods, in turns."""
 
-    def __init__(self, settings: PlanSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: PlanSettings, replicas: Replicas = EACH_RANK) -> None:
+        self._settings, self._replicas = settings, replicas
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._candidates: dict[str, Candidate] = {}
 
@@ -84,7 +96,7 @@ class Trials:
         """Takes the first steps with a method; returns whether all ranks could. A collective call."""
         torch.manual_seed(0)
         before = resident_bytes()
-        candidate, error = _try(one, self._settings)
+        candidate, error = _try(one, self._settings, self._replicas)
         failed = next(filter(None, gathered(error)), None)  # all ranks go on with the same ones
         if candidate is not None and failed is None:
             self._candidates[one.name] = candidate
@@ -142,11 +154,12 @@ class Trials:
         return self._outcomes
 
 
-def _try(one: Prediction, settings: PlanSettings) -> tuple[Candidate | None, str | None]:
+def _try(one: Prediction, settings: PlanSettings, replicas: Replicas) -> tuple[Candidate | None, str | None]:
     """Takes the first steps with a method; returns what is left to be closed, and what has failed."""
     candidate = None
     try:
-        candidate = candidate_of(one, settings.build())
+        mesh = replicas.mesh if is_baseline(one) else replicas.within
+        candidate = candidate_of(one, settings.build(mesh), replicas)
         candidate.prepare()
         candidate.begin()
         candidate.drain()

@@ -1,4 +1,4 @@
-"""What a plan advises: nothing that is not ahead of DDP, by steps of both in the same run."""
+"""What a plan advises: nothing that is not ahead of the baseline, DDP or HSDP, by steps of both in the same run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lightning_pipesync.lab.plan.predictions import LITTLE
+from lightning_pipesync.lab.plan.predictions import LITTLE, is_baseline
 from lightning_pipesync.lab.plan.text import milliseconds
 from lightning_pipesync.methods.laboratory import Prediction
 
@@ -19,8 +19,8 @@ WORTH = 0.02
 class Verdict:
     """What a plan advises, in ``sentences``.
 
-    ``exact`` is the fastest exact method that is ahead of DDP, or DDP, or None if there is no advice. ``other`` is the
-    fastest method that is not exact, if it is ahead of ``exact``.
+    ``exact`` is the fastest exact method that is ahead of the baseline, or that, or None if there is no advice.
+    ``other`` is the fastest method that is not exact, if it is ahead of ``exact``.
     """
 
     sentences: Sequence[str]
@@ -37,15 +37,18 @@ def verdict_of(
     """Returns what is advised.
 
     ``measured`` are the outcomes of what was run, by name; if there are none, predictions are compared with each other,
-    never with measured steps. ``computation`` is the seconds of a step of DDP without communication. With
+    never with measured steps. ``computation`` is the seconds of a step of the baseline without communication. With
     ``extrapolated``, the predictions are for another cluster than the measured one.
     """
     rounds = rounds_of(predictions, measured)
-    ddp = ddp_of(predictions, rounds)
+    ddp = fastest_baseline(predictions, rounds)
+    shown = next(one.method.upper() for one in predictions if is_baseline(one))
     if ddp is None:
-        errors = (measured[one.name]["error"] for one in predictions if one.method == "ddp" and one.name in measured)
+        errors = (measured[one.name]["error"] for one in predictions if is_baseline(one) and one.name in measured)
         error = next(errors, "it was not run")
-        return Verdict([f"No advice: DDP could not be run ({error}), and only what is ahead of it is advised."], None)
+        return Verdict(
+            [f"No advice: {shown} could not be run ({error}), and only what is ahead of it is advised."], None
+        )
     usable = [one for one in predictions if one.name in rounds]
     sure = _surely_ahead if measured else _predicted_ahead
     exact = _fastest([one for one in usable if one.exact and sure(one, ddp, rounds)], rounds) or ddp
@@ -55,15 +58,17 @@ def verdict_of(
     times = {one.name: median(rounds[one.name]) for one in (ddp, exact, other) if one is not None}
 
     def with_gain(one: Prediction) -> str:
-        return f"{milliseconds(times[one.name])} a step, {times[ddp.name] / times[one.name]:.3g} times as fast as DDP"
+        return (
+            f"{milliseconds(times[one.name])} a step, {times[ddp.name] / times[one.name]:.3g} times as fast as {shown}"
+        )
 
     if exact is not ddp:
         advice = "Use" if measured else "Try"
         sentences = [f"{advice} {exact.method}: {with_gain(exact)} ({how})."]
     else:
-        beside = [one for one in usable if one.method != "ddp" and (other is None or one.exact)]
+        beside = [one for one in usable if not is_baseline(one) and (other is None or one.exact)]
         waits = 1 - computation / times[ddp.name]
-        enough = "DDP is enough" if measured or waits <= LITTLE else "nothing is surely ahead of DDP"
+        enough = f"{shown} is enough" if measured or waits <= LITTLE else f"nothing is surely ahead of {shown}"
         enough = enough[0].upper() + enough[1:] if other is None else f"Of exact methods {enough}"
         sentences = [
             f"{enough}: {milliseconds(times[ddp.name])} a step ({how}).",
@@ -85,9 +90,9 @@ def rounds_of(
     return {name: outcome["seconds"] for name, outcome in measured.items() if "seconds" in outcome}
 
 
-def ddp_of(predictions: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:
-    """Returns DDP with its fastest buckets of those in ``rounds``; None: there is none."""
-    return _fastest([one for one in predictions if one.method == "ddp" and one.name in rounds], rounds)
+def fastest_baseline(predictions: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:
+    """Returns HSDP, or DDP with its fastest buckets, of those in ``rounds``; None: there is none."""
+    return _fastest([one for one in predictions if is_baseline(one) and one.name in rounds], rounds)
 
 
 def _fastest(found: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.dtensors import ShardedOptimizers, is_sharded, local_of
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.core.work import MethodWork, Work
 from lightning_pipesync.lab.bench.candidates import without_communication
 from lightning_pipesync.lab.bench.method_candidate import inputs_of, lab_of
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.profile import profile_step
+from lightning_pipesync.lab.plan.replicas import bytes_by_group
 from lightning_pipesync.lab.plan.text import milliseconds
 from lightning_pipesync.training.registry import METHODS
 
@@ -26,12 +29,16 @@ SLOW_SHARE, SHARE_OF_STEP, NOISE_S = 0.15, 0.05, 0.005
 
 
 def measure_work(model: BenchModel) -> Work:
-    """Measures what a step takes on this rank; a collective call, as all ranks are to compute at the same time."""
+    """Measures what a step takes on this rank; a collective call, as all ranks are to compute at the same time.
+
+    Of a model that is sharded, what FSDP2 does within the replica is part of it.
+    """
     dist.barrier()
     candidate = without_communication(model)
     profile = profile_step(candidate)
     measured = measured_by_methods(candidate.module, candidate.optimizer, lambda: inputs_of(model, candidate.batch))
-    return Work(profile, measured, activation_bytes=activation_bytes(model, candidate.batch))
+    groups = bytes_by_group(model.module)
+    return Work(profile, measured, activation_bytes=activation_bytes(model, candidate.batch), groups=groups)
 
 
 def slowest(everyones: Sequence[Work]) -> Work:
@@ -63,7 +70,10 @@ def activation_bytes(model: BenchModel, batch: Any) -> int:
     0 if that is unknown: some transforms of ``torch.func`` do not allow to look.
     """
     module = model.module
-    given = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers(), *tensors_in(batch))}
+    given = {
+        one.untyped_storage().data_ptr()
+        for one in (*map(local_of, module.parameters()), *module.buffers(), *tensors_in(batch))
+    }
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -86,9 +96,14 @@ def measured_by_methods(
     """Returns by method what it measures of the model, and of the gradients that a step has left."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     measured = {}
-    for name in METHODS:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient  # also after a method that has zeroed it
-        if (found := lab_of(name).measure(module, optimizer, inputs)) != MethodWork():
-            measured[name] = found
+    with ExitStack() as stack:
+        if is_sharded(module):
+            stack.callback(ShardedOptimizers([optimizer]).release)
+        for name, method in METHODS.items():
+            if method.makes_passes and is_sharded(module):  # it divides a model in another way
+                continue
+            for parameter, gradient in gradients:
+                parameter.grad = gradient  # also after a method that has zeroed it
+            if (found := lab_of(name).measure(module, optimizer, inputs)) != MethodWork():
+                measured[name] = found
     return measured

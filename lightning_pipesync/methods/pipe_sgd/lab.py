@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cluster import Cluster, compression_of
+from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import MethodWork, Work
 from lightning_pipesync.methods.hyperparameters import current
@@ -67,7 +68,7 @@ class PipeSGDLab(LabEntry):
 
     def measure(self, module: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any] | None) -> MethodWork:
         """Measures the prediction of weights, and the copies of gradients to and from buffers."""
-        pairs = [(p, p.grad) for p in module.parameters() if p.grad is not None]
+        pairs = [(p, p.grad) for p in map(local_of, module.parameters()) if p.grad is not None]
         parameters, gradients = [p for p, _ in pairs], [grad for _, grad in pairs]
         predicted, bucket = PredictedWeights(optimizer), Bucket(parameters)
         step = TrialStep({id(p): grad for p, grad in pairs}, current(optimizer))
