@@ -22,6 +22,8 @@ from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_o
 class ReplicatedTensors:
     """Averages tensors over the replicas, with all buckets in flight at the same time.
 
+    After its first average a bucket has memory only while one is under way, or swapped in.
+
     Args:
         buckets: tensors of each bucket, floating-point, of one dtype on one device, the same on all ranks.
         outer: makes the optimizer of the global values; None: they become the average.
@@ -62,6 +64,7 @@ class ReplicatedTensors:
         """Sets the global values to the present ones, which are the same on all ranks."""
         for index, flat in enumerate(self.global_weights.flats):
             flat.copy_(self.packed(index))
+            self._buckets[index].release_memory()
 
     def reset_global_weights(self) -> None:
         """Sets the global values to the present ones, or to their average if ranks differ; a collective call."""
@@ -73,11 +76,14 @@ class ReplicatedTensors:
 
     def packed(self, index: int) -> Tensor:
         """Returns the tensors of a bucket, fused, in the buffer that the next average uses."""
-        self._buckets[index].pack(self.tensors[index])
-        return self._buckets[index].flat
+        bucket = self._buckets[index]
+        bucket.take_memory()
+        bucket.pack(self.tensors[index])
+        return bucket.flat
 
     def result(self, index: int) -> Tensor:
         """Returns the buffer of a bucket's average between :meth:`start` and :meth:`finish`."""
+        self._buckets[index].take_memory()
         return self._buckets[index].flat
 
     def average(self) -> None:
@@ -89,8 +95,7 @@ class ReplicatedTensors:
     def start(self, index: int, participants: Sequence[int] | None = None, background: bool = False) -> Handle[Tensor]:
         """Starts to average a bucket over ``participants``, or all replicas; :meth:`finish` ends it; collective."""
         bucket = self._buckets[index]
-        bucket.pack(self.tensors[index])
-        self.global_weights.subtract_from(index, bucket.flat)
+        self.global_weights.subtract_from(index, self.packed(index))
         if self._elastic_force:
             foreach_add_(self.tensors[index], bucket.views, alpha=-self._elastic_force)
         if participants is not None and self._replicas.rank not in participants:
@@ -118,12 +123,13 @@ class ReplicatedTensors:
     def apply(self, index: int, mixing_factor: float = 0.0) -> None:
         """Sets the tensors of a bucket to its average, but for ``mixing_factor`` of their values."""
         bucket = self._buckets[index]
-        if self._elastic_force:  # :meth:`start` has moved them
-            return
-        if mixing_factor:
+        if self._elastic_force:
+            pass  # :meth:`start` has moved them
+        elif mixing_factor:
             foreach_lerp_(self.tensors[index], bucket.views, 1 - mixing_factor)
         else:
             bucket.unpack(self.tensors[index])
+        bucket.release_memory()
 
     @torch.no_grad()
     def add_progress(self, index: int, before: Tensor) -> None:
@@ -135,12 +141,12 @@ class ReplicatedTensors:
         if not self._elastic_force:
             bucket.flat.sub_(before.to(bucket.flat.device))
             foreach_add_(self.tensors[index], bucket.views, alpha=1)
+        bucket.release_memory()
 
     def _average_over(self, collectives: Transport | ReplicaGroups) -> None:
         handles = []
-        for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
-            bucket.pack(tensors)
-            handles.append(collectives.all_reduce(bucket.flat, mean=True))
+        for index in range(len(self.tensors)):
+            handles.append(collectives.all_reduce(self.packed(index), mean=True))
         for handle, bucket, tensors in zip(handles, self._buckets, self.tensors, strict=True):
             handle.wait()
             bucket.unpack(tensors)
@@ -165,7 +171,7 @@ class ReplicatedTensors:
             return
         for kept, average, tensors in zip(self._kept, self._buckets, self.tensors, strict=True):
             restore_unwritten(tensors, average.views, kept.views)
-        self._swapped_in = False
+        self.keep_average()
         self.diverged = True
 
     def written_since_swap(self) -> bool:
@@ -175,7 +181,11 @@ class ReplicatedTensors:
 
     def keep_average(self) -> None:
         """Continues from the average, without the values that :meth:`swap_in_average` has kept."""
-        self._swapped_in = False
+        if self._swapped_in:
+            self._swapped_in = False
+            self._kept.clear()
+            for bucket in self._buckets:
+                bucket.release_memory()
 
     def adopt_average(self) -> None:
         """Makes :meth:`swap_back` restore the average, if it is swapped in."""
@@ -201,7 +211,7 @@ class ReplicatedTensors:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` or :meth:`snapshot` returned on this rank."""
         self.diverged = state.get("diverged", "own" in state)
-        self._swapped_in = False
+        self.keep_average()
         for tensors, values in zip(self.tensors, state.get("own", []), strict="own" in state):
             foreach_copy_(tensors, values)
         self.global_weights.load_state_dict(state)
@@ -221,6 +231,7 @@ class ReplicatedTensors:
 
     def _set(self, flats: Sequence[Tensor]) -> None:
         for bucket, flat, tensors in zip(self._buckets, flats, self.tensors, strict=True):
+            bucket.take_memory()
             bucket.flat.copy_(flat)
             bucket.unpack(tensors)
 
