@@ -103,6 +103,16 @@ RUNS = {
     ("sharded_models", "from accelerate import ParallelismConfig\nfrom transformers"): Run(
         "from tests.test_transformers_sharded import Words, llama\ntexts, llama = Words(), llama()", ranks=4, init=False
     ),
+    ("sharded_models", "from torch.distributed.tensor.parallel"): Run(
+        "import torch.distributed as dist\n"
+        "from lightning_pipesync import DeAR\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.optim import AdamW\n"
+        "hosts, ranks_per_host = 2, 2",
+        "for x, y in loader:\n    loss_function(model(x), y).backward()\n    sync.step()\nsync.detach()",
+        ranks=4,
+    ),
     ("sharded_models", "import torch.distributed.checkpoint"): Run(
         "import torch\nimport torch.distributed as dist", "sync.detach()", continues=True, ranks=4
     ),

@@ -11,14 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.optim import SGD, Adadelta
 
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, SelSync
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch, raised
 from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, device_mesh, model, sharded, whole
+from tests.test_sharded_tensor_parallel import parallel
 
 
 class Tied(nn.Module):
@@ -101,6 +103,56 @@ def along_the_shards(module: nn.Module, mesh: Any) -> None:
     SelSync(whole_mesh, SGD(whole_mesh.parameters(), lr=0.1), replicas=mesh["replicas"], timeout_s=60)
 
 
+def with_other_shards(module: nn.Module, mesh: Any) -> None:
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(int(parameter.shape == (5, 6) and dist.get_rank() >= SHARDS))
+
+    attach_to(SelSync, {}, fully_shard(model(), mesh=mesh["shards"], shard_placement_fn=placement), mesh)
+
+
+def with_an_ignored_parameter(module: nn.Module, mesh: Any) -> None:
+    ignoring = model()
+    attach_to(SelSync, {}, fully_shard(ignoring, mesh=mesh["shards"], ignored_params={ignoring[0].bias}), mesh)
+
+
+def with_offloaded_parameters(module: nn.Module, mesh: Any) -> None:
+    offload_policy = CPUOffloadPolicy(pin_memory=False)
+    attach_to(SelSync, {}, fully_shard(model(), mesh=mesh["shards"], offload_policy=offload_policy), mesh)
+
+
+def with_copies_that_differ(module: nn.Module, mesh: Any) -> None:
+    divided = parallel(mesh["shards"])
+    nn.init.constant_(divided.get_parameter("norm.weight"), 1.0 + dist.get_rank())
+    attach_to(DeAR, {}, divided, mesh)
+
+
+def of_one_replica() -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "shards", "tensor"))
+
+
+def along_one_of_two_dimensions(module: nn.Module, mesh: Any) -> None:
+    mesh = of_one_replica()
+    attach_to(SelSync, {}, sharded(mesh["shards"]), mesh)
+
+
+def with_fsdp_on_some_layers(module: nn.Module, mesh: Any) -> None:
+    mesh = of_one_replica()
+    divided = parallel(mesh["tensor"])
+    fully_shard(divided.get_submodule("up"), mesh=mesh["shards"])
+    attach_to(SelSync, {}, divided, mesh)
+
+
+def with_fsdp_after_attaching(module: nn.Module, mesh: Any) -> None:
+    late = model()
+    sync = SelSync(late, SGD(late.parameters(), lr=0.1), timeout_s=60)
+    fully_shard(late, mesh=mesh["shards"])
+    late(batch(0, 0)[0]).sum().backward()
+    try:
+        sync.step()
+    finally:
+        sync.detach()
+
+
 def with_a_whole_layer(module: nn.Module, mesh: Any) -> None:
     both = nn.Sequential(module, nn.Linear(3, 3))
     SelSync(both, SGD(both.parameters(), lr=0.1), replicas=mesh["replicas"], timeout_s=60)
@@ -120,7 +172,14 @@ REFUSED: dict[str, Callable[..., Any]] = {
     r"is sharded \(DTensor\), and no replica of it is known: .* pass the dimension .* as replicas=": without_replicas,
     "replicas must be one dimension of a device mesh of all ranks": with_both_dimensions,
     "replicas must be one dimension of a device mesh of all ranks, .* the same on all": along_another_mesh,
-    "Parameter 0.weight is divided among 2 ranks, 2 of which hold the same shard": along_the_shards,
+    r"Parameter 0.weight is on a device mesh of the ranks \[0, 1, 2, 3\], and this rank's": along_the_shards,
+    r"differ in parameter 0.weight: .*\(Shard\(dim=0\),\) at .*\(Shard\(dim=1\),\) at": with_other_shards,
+    r"Parameter 0.bias is not sharded, .* pass no ignored_params": with_an_ignored_parameter,
+    r"Parameter 0.weight is sharded with offload_policy=CPUOffloadPolicy\(\)": with_offloaded_parameters,
+    "Parameter norm.weight differs between the ranks 0 and 1 of a replica": with_copies_that_differ,
+    "Parameter 0.weight is divided among 2 ranks, as all others are, and a replica has 4": along_one_of_two_dimensions,
+    "Parameter norm.weight is not sharded, and a replica has 4 ranks": with_fsdp_on_some_layers,
+    r"Parameter 0.weight was sharded \(DTensor\) after SelSync was attached": with_fsdp_after_attaching,
     "Parameter 1.weight is not sharded, and a replica has 2 ranks": with_a_whole_layer,
     "Parameter 0.weight is not sharded, and a replica has 2 ranks": with_a_whole_model,
     "Adadelta is not known to be element-wise": with_another_optimizer,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.room import zeros_with_room
+from lightning_pipesync.core.sharding import copies_of, even_numel
 from lightning_pipesync.core.torch_private import foreach_copy_, foreach_zero_
 
 MIB = 2**20
@@ -77,11 +79,12 @@ class Fusion:
 
 
 def num_bytes(parameter: NamedParameter) -> int:
-    return parameter.tensor.numel() * parameter.tensor.element_size()
+    """Returns the size of a parameter, or of an even share of it, so that all ranks of a replica fuse alike."""
+    return even_numel(parameter.tensor) * parameter.tensor.element_size()
 
 
 def plan_buckets(parameters: Sequence[NamedParameter], fusion: Fusion) -> list[list[NamedParameter]]:
-    """Divides parameters into buckets; never across dtype, device or optimizer parameter group.
+    """Divides parameters into buckets; never across kinds, see :func:`of_one_kind`.
 
     Args:
         parameters: in the order in which their gradients become ready: an observed order, or else the reverse of
@@ -96,10 +99,16 @@ def plan_buckets(parameters: Sequence[NamedParameter], fusion: Fusion) -> list[l
 
 
 def of_one_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
-    """Groups the parameters by dtype, device and optimizer parameter group, which a bucket must not mix."""
-    kinds: dict[tuple[torch.dtype, torch.device, tuple[int, int] | None], list[NamedParameter]] = {}
+    """Groups the parameters by what a bucket must not mix.
+
+    That is the dtype, the device, the optimizer's parameter group, the number of their copies, and whether they are
+    shards, whose memory stays where it is.
+    """
+    kinds: dict[Hashable, list[NamedParameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((parameter.tensor.dtype, parameter.tensor.device, parameter.group), []).append(parameter)
+        tensor = parameter.tensor
+        kind = (tensor.dtype, tensor.device, parameter.group, copies_of(tensor), isinstance(tensor, LocalShard))
+        kinds.setdefault(kind, []).append(parameter)
     return list(kinds.values())
 
 

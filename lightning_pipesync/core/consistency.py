@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from lightning_pipesync.core.buckets import dense_strides
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
+from lightning_pipesync.core.sharding import copies_of, place_of
+from lightning_pipesync.core.torch_private import described_shard
 
 T = TypeVar("T")
 
@@ -62,7 +65,7 @@ def collect_consistent_parameters(
     """
 
     def collect() -> list[NamedParameter]:
-        parameters = collect_parameters(module, optimizers, transport.ranks_per_replica)
+        parameters = collect_parameters(module, optimizers, transport.ranks_of_replica)
         check_values(module)
         if not any(parameter.group for parameter in parameters):
             raise ValueError("There is nothing to train: no optimizer has a parameter.")
@@ -89,7 +92,8 @@ def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Mod
 
 def _layout(tensor: Tensor) -> str:
     strides = "" if tensor.is_contiguous() else f" strides={dense_strides(tensor)}"
-    return f"{tuple(tensor.shape)} {tensor.dtype}{strides}"
+    part = f" of {described_shard(tensor.sharded)}" if isinstance(tensor, LocalShard) else ""
+    return f"{tuple(tensor.shape)}{part} {tensor.dtype}{strides}"
 
 
 def check_optimizers(transport: Transport, optimizers: Sequence[Optimizer]) -> None:
@@ -120,6 +124,27 @@ def check_same_values(
                 described.append((f"{_name(optimizers, index)}'s state of {name}", text))
     if len(set(transport.gather_objects(digest(described)))) > 1:  # large models have many parameters
         check_same(transport, described, "Load the same on all ranks.")
+
+
+def check_copies(transport: Transport, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Compares the copies of parameters within each replica; a collective call.
+
+    Raises:
+        ValueError: on every rank: ranks of a replica have different values in what they hold in common.
+    """
+    if transport.shards is None:
+        return
+    copies = [(name, tensor) for name, tensor in parameters if copies_of(tensor) > 1]
+    described = {(transport.rank, name, place_of(tensor)): digest(tensor) for name, tensor in copies}
+    first: dict[Hashable, tuple[int, str]] = {}
+    for rank, of_rank in enumerate(transport.job.gather_objects(described)):
+        for which, value in of_rank.items():
+            holder, known = first.setdefault(which, (rank, value))
+            if known != value:
+                raise ValueError(
+                    f"Parameter {which[1]} differs between the ranks {holder} and {rank} of a replica, which hold "
+                    "copies of it: initialize it with the same seed, and load the same, on all ranks of a replica."
+                )
 
 
 def check_same(transport: Transport, described: Sequence[tuple[str, str]], remedy: str = "") -> None:

@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.core.torch_private import is_dtensor, local_tensor, mesh_beside, sharded_like, shards_and_copies
+from lightning_pipesync.core.torch_private import is_dtensor, local_tensor, sharded_like
 
 #: Element-wise optimizers, which can update a shard without the rest.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
@@ -31,9 +29,11 @@ class LocalShard(nn.Parameter):
 
     Attributes:
         sharded: the DTensor.
+        reduced_by_fsdp: whether FSDP2 reduces its gradient, so that this is sharded as the DTensor is.
     """
 
     sharded: Tensor
+    reduced_by_fsdp = True
 
     def __new__(cls, sharded: Tensor) -> LocalShard:
         shard: LocalShard = torch.Tensor._make_subclass(cls, local_tensor(sharded).detach(), sharded.requires_grad)
@@ -76,18 +76,6 @@ class LocalShard(nn.Parameter):
             Tensor.data.__set__(self, present.detach())  # type: ignore[attr-defined]
 
 
-def replicas_of_model(module: nn.Module) -> DeviceMesh | None:
-    """Returns the dimension of the device mesh along which a sharded model is replicated; None: it is not sharded."""
-    sharded = next((parameter for parameter in module.parameters() if is_dtensor(parameter)), None)
-    return None if sharded is None else mesh_beside(sharded)
-
-
-def groups_of_shards(module: nn.Module) -> list[dist.ProcessGroup]:
-    """Returns the process groups among which a model is sharded."""
-    meshes = {parameter.device_mesh for parameter in module.parameters() if is_dtensor(parameter)}  # type: ignore[attr-defined]
-    return [group for mesh in meshes for group in mesh.get_all_groups()]
-
-
 def is_sharded(module: nn.Module) -> bool:
     return any(is_dtensor(parameter) for parameter in module.parameters())
 
@@ -111,6 +99,20 @@ def local_of(parameter: Tensor) -> Tensor:
 def whole_of(parameter: Tensor) -> Tensor:
     """Returns the DTensor of a :class:`LocalShard`; any other tensor itself."""
     return parameter.sharded if isinstance(parameter, LocalShard) else parameter
+
+
+@torch.no_grad()
+def reduce_gradient(parameter: Tensor) -> None:
+    """Completes the gradient of a :class:`LocalShard` that FSDP2 does not reduce; the first hook on its gradient.
+
+    With tensor parallelism a backward pass may leave it as a partial sum, which no method may take for the gradient:
+    that of a layer norm whose input is divided, as with ``SequenceParallel``. Then it is summed among the ranks that
+    have copies of the parameter. They call this in one order, that of one graph, as the collectives of their layers.
+    """
+    if isinstance(parameter, LocalShard):
+        sharded: Any = parameter.sharded
+        if sharded.grad is not None and sharded.grad.placements != sharded.placements:
+            sharded.grad = sharded.grad.redistribute(placements=sharded.placements)
 
 
 @torch.no_grad()
@@ -195,29 +197,3 @@ def problem_of_optimizers(
                 "shard of each parameter: use one of these with replicas=, or a model that every rank holds whole."
             )
     return None
-
-
-def check_sharding(named_parameters: Sequence[tuple[str, Tensor]], num_ranks: int) -> None:
-    """Raises a ValueError unless each parameter is divided among all ``num_ranks`` of a replica; it names one."""
-    sharded = [(name, parameter) for name, parameter in named_parameters if is_dtensor(parameter)]
-    whole = [name for name, parameter in named_parameters if not is_dtensor(parameter) and parameter.requires_grad]
-    if sharded and num_ranks == 1:
-        raise ValueError(
-            f"Parameter {sharded[0][0]} is sharded (DTensor), and no replica of it is known: make a device mesh of two "
-            "dimensions with names, such as init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicas', 'shards')), "
-            "and shard along mesh['shards']; or pass the dimension of the replicas as replicas=."
-        )
-    if num_ranks > 1 and whole:
-        raise ValueError(
-            f"Parameter {whole[0]} is not sharded, and a replica has {num_ranks} ranks: nobody averages its gradient "
-            "among them. Shard the root module, too, with fully_shard(model, mesh=mesh['shards']), and ignore no "
-            "parameter."
-        )
-    for name, parameter in sharded:
-        shards, copies = shards_and_copies(parameter)
-        if (shards, copies) != (num_ranks, 1):
-            raise ValueError(
-                f"Parameter {name} is divided among {shards} ranks, {copies} of which hold the same shard, and a "
-                f"replica has {num_ranks}: shard it along all dimensions of the device mesh but that of the replicas, "
-                "which the method synchronizes, and not FSDP2."
-            )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.core.dtensors import check_sharding, local_of
+from lightning_pipesync.core.dtensors import local_of
+from lightning_pipesync.core.sharding import examine_sharding
 from lightning_pipesync.core.torch_private import gathered_by
 
 
@@ -26,18 +27,19 @@ class NamedParameter:
     group: tuple[int, int] | None  # the indices of its optimizer and its parameter group; None if no optimizer has it
 
 
-def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer], num_shards: int = 1) -> list[NamedParameter]:
+def collect_parameters(
+    module: nn.Module, optimizers: Sequence[Optimizer], replica: Sequence[int] = (0,)
+) -> list[NamedParameter]:
     """Returns every parameter of the module and of the optimizers, once, in the order of registration.
 
-    With several ranks in a replica, ``num_shards``, it is this rank's shard of each, see
-    :mod:`lightning_pipesync.core.dtensors`.
+    With several ranks in a ``replica``, it is this rank's shard of each, see :mod:`lightning_pipesync.core.dtensors`.
 
     Raises:
-        ValueError: a parameter is not sharded as ``num_shards`` says, complex, not yet initialized, sparse in its
+        ValueError: a parameter is not divided among the ranks of the replica, complex, not initialized, sparse in its
             gradient, in several optimizers or on another device than the rest, or an optimizer cannot work on a
             replica; the message names it.
     """
-    check_sharding(list(module.named_parameters()), num_shards)
+    examine_sharding(module, replica)
     groups: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
     for i, optimizer in enumerate(optimizers):

@@ -9,9 +9,9 @@ import functools
 import math
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -139,19 +139,37 @@ def sharded_like(sharded: Tensor, local: Tensor) -> Tensor:
     return cast(Tensor, dtensor(local, sharded._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 
-def shards_and_copies(sharded: Tensor) -> tuple[int, int]:
-    """Returns over how many ranks of its mesh a DTensor is divided, and how many hold the same shard."""
+def number_of_shards(sharded: Tensor) -> int:
+    """Returns into how many shards a DTensor is divided; some ranks of its mesh may hold the same."""
     spec: Any = sharded._spec  # type: ignore[attr-defined]
-    sizes = (spec.mesh.size(dim) for dim, placement in enumerate(spec.placements) if not placement.is_replicate())
-    number = math.prod(sizes)
-    return number, spec.mesh.size() // number
+    return math.prod(spec.mesh.size(dim) for dim, place in enumerate(spec.placements) if not place.is_replicate())
 
 
-def mesh_beside(sharded: Tensor) -> DeviceMesh | None:
-    """Returns the one dimension of a DTensor's root mesh along which it is not sharded; None if that is not one."""
-    mesh: Any = sharded.device_mesh  # type: ignore[attr-defined]
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    beside = [name for name in root.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
+def place_of_shard(sharded: Tensor) -> tuple[int, ...]:
+    """Returns this rank's place in the dimensions of its mesh along which a DTensor is sharded."""
+    spec: Any = sharded._spec  # type: ignore[attr-defined]
+    places = zip(spec.mesh.get_coordinate(), spec.placements, strict=True)
+    return tuple(place for place, placement in places if not placement.is_replicate())
+
+
+def described_shard(sharded: Tensor) -> str:
+    """Returns a text of what a DTensor is as a whole, and of the place in it of this rank's shard."""
+    spec: Any = sharded._spec  # type: ignore[attr-defined]
+    return f"{tuple(sharded.shape)} {spec.placements} at {spec.mesh.get_coordinate()}"
+
+
+def ranks_of_mesh(sharded: Tensor) -> list[int]:
+    """Returns the ranks of a DTensor's mesh."""
+    ranks: list[int] = sharded.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+    return ranks
+
+
+def mesh_beside(sharded: Sequence[Tensor]) -> DeviceMesh | None:
+    """Returns the one dimension of the root mesh on which none of some DTensors is; None if that is not one."""
+    meshes: list[Any] = [tensor.device_mesh for tensor in sharded]  # type: ignore[attr-defined]
+    root = meshes[0]._get_root_mesh() if hasattr(meshes[0], "_get_root_mesh") else meshes[0]
+    used = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
+    beside = [name for name in root.mesh_dim_names or () if name not in used]
     return root[beside[0]] if len(beside) == 1 else None
 
 
@@ -173,6 +191,30 @@ def gathered_by(module: nn.Module) -> list[Tensor]:
     require(state, "_states_to_forward_prefetch")
     states = [state, *state._states_to_forward_prefetch]
     return [member.sharded_param for one in states for group in _groups_of(one) for member in group.fsdp_params]
+
+
+class FullySharded(NamedTuple):
+    """A parameter that FSDP2 has sharded.
+
+    ``ranks`` are those that get different data, in the order of the mesh; ``offloaded``: it is on the host.
+    """
+
+    parameter: Tensor
+    ranks: list[int]
+    offloaded: bool
+
+
+def fully_sharded(module: nn.Module) -> list[FullySharded]:
+    """Returns the parameters that FSDP2 has sharded."""
+    found = []
+    for child in module.modules():
+        if _is_made_by("torch.distributed.fsdp", "FSDPModule", child):
+            for group in _groups_of(child._get_fsdp_state()):  # type: ignore[operator]
+                for member in group.fsdp_params:
+                    require(member, "sharded_param", "mesh_info", "offload_to_cpu")
+                    ranks = member.mesh_info.mesh.mesh.flatten().tolist()
+                    found.append(FullySharded(member.sharded_param, ranks, member.offload_to_cpu))
+    return found
 
 
 def _groups_of(state: Any) -> list[Any]:

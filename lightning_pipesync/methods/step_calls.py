@@ -16,6 +16,7 @@ from typing_extensions import deprecated
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import ShardedOptimizers
+from lightning_pipesync.core.norm import norm_of_gradients
 from lightning_pipesync.core.torch_private import found_overflow, has_unscaled, mark_overflow
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
@@ -81,7 +82,7 @@ class StepCalls(FrameworkHooks, Method):
             self.data.check_followed()
             if not self._began:
                 self._began = True
-                self._compare_loaded()
+                self._begin()
             self._reduce(index, loss_scale)
             self.record.reduced(index)
         if not unscale or self.record.stage(index) == Stage.UNSCALED:
@@ -116,8 +117,8 @@ class StepCalls(FrameworkHooks, Method):
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type!r}: of a sharded model only the L2 norm is known. Omit norm_type.")
-        own = torch.nn.utils.get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
-        norm = own.new_tensor(math.sqrt(self.transport.sum_over_shards(own.item() ** 2)))
+        own = norm_of_gradients(tensors).item()
+        norm = torch.tensor(math.sqrt(self.transport.sum_over_shards(own)), device=self.transport.device)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The norm of the gradient is {norm.item()}: find its cause, or set error_if_nonfinite=False."
@@ -217,8 +218,8 @@ class StepCalls(FrameworkHooks, Method):
         """Takes an optimizer's step, see :meth:`step`."""
 
     @abstractmethod
-    def _compare_loaded(self) -> None:
-        """Raises on all ranks if some rank has loaded a state and ranks now differ; a collective call."""
+    def _begin(self) -> None:
+        """Called before the first gradient is reduced: raises if what was attached has changed; a collective call."""
 
     def _skip_if_outdated(self, index: int) -> None:
         if self.record.is_outdated(index):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -17,21 +18,23 @@ from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import (
+    check_copies,
     check_same_values,
     collect_consistent_parameters,
     on_all_ranks,
     raise_on_all_ranks,
 )
 from lightning_pipesync.core.dtensors import (
+    LocalShard,
     ShardedOptimizers,
-    groups_of_shards,
     is_sharded,
     local_of,
     problem_of_optimizers,
-    replicas_of_model,
+    reduce_gradient,
 )
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
-from lightning_pipesync.core.torch_private import reshard
+from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
+from lightning_pipesync.core.torch_private import is_dtensor, reshard
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, group_members
@@ -93,7 +96,7 @@ class SyncMethod(StepCalls):
         reshard(module)
         self._module, self._mesh = module, replicas or replicas_of_model(module)
         self.record = StepRecord(len(self.optimizers), self.reduces_together)
-        self._gradient_hooks: dict[int, RemovableHandle] = {}
+        self._gradient_hooks: dict[int, list[RemovableHandle]] = {}
         self._loads: Loads | None = None
         self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
@@ -110,6 +113,7 @@ class SyncMethod(StepCalls):
             warn_of_one_rank(type(self).__name__, self.transport.world_size)
             warn_of_sync_batch_norm(type(self).__name__, module, self.transport)
             exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
+            check_copies(self.transport, named)
             self._read_buffers = buffer_reader(module)
             self._broadcast_buffers()
             self.data = TrainingData(self.config, self.transport)
@@ -186,7 +190,7 @@ class SyncMethod(StepCalls):
             yield
 
     def _detach(self, timeout_s: float) -> None:
-        for hook in self._gradient_hooks.values():
+        for hook in chain.from_iterable(self._gradient_hooks.values()):
             hook.remove()
         self.user_steps.release()
         if self._sharded is not None:
@@ -217,8 +221,8 @@ class SyncMethod(StepCalls):
         return problem_of_optimizers(self.optimizers, getattr(self.config, "elementwise", ()))
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        settings = self._transport_settings()
-        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, replicas=self._mesh, **settings)
+        settings = {"replicas": self._mesh, "readers": readers_of_model(self._module), **self._transport_settings()}
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, **settings)
 
     def _transport_settings(self) -> dict[str, Any]:
         """Returns further arguments of the method's :class:`Transport`."""
@@ -228,10 +232,13 @@ class SyncMethod(StepCalls):
         """Checks that all ranks have the same parameters, hooks their gradients and returns them; a collective call."""
         parameters = collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
         for parameter in parameters:
-            if parameter.group and id(parameter.tensor) not in self._gradient_hooks:
-                hook = self.record.gradient_hook(parameter.group[0])
-                self._gradient_hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, hook)
-        self._agreed_members = group_members(self.optimizers)
+            tensor = parameter.tensor
+            if parameter.group and id(tensor) not in self._gradient_hooks:
+                hooks = [self.record.gradient_hook(parameter.group[0])]
+                if isinstance(tensor, LocalShard) and not tensor.reduced_by_fsdp:
+                    hooks.insert(0, reduce_gradient)
+                self._gradient_hooks[id(tensor)] = [hook_gradient(tensor, hook) for hook in hooks]
+        self._agreed, self._agreed_members = parameters, group_members(self.optimizers)
         return parameters
 
     @property
@@ -239,13 +246,28 @@ class SyncMethod(StepCalls):
         """Whether an optimizer has other parameters than the ranks agreed on: a callback has unfrozen layers, say."""
         return self._agreed_members != group_members(self.optimizers)
 
+    def _begin(self) -> None:
+        known = {id(parameter.tensor) for parameter in self._agreed}
+        for name, parameter in self._module.named_parameters():
+            if is_dtensor(parameter) and id(local_of(parameter)) not in known:
+                raise ValueError(
+                    f"Parameter {name} was sharded (DTensor) after {type(self).__name__} was attached, which does not "
+                    "train it: call fully_shard and parallelize_module first, then make the optimizer, and attach last."
+                )
+        self._compare_loaded()
+
     def _compare_loaded(self) -> None:
         """Raises on all ranks if some rank has loaded a state and ranks now differ; a collective call."""
-        if self._loads is None or not any(self.transport.exchange_flags(self._loads.take()).wait()):
+        if self._loads is None:
             return
-        with self.true_weights():
-            named = [(name, local_of(parameter)) for name, parameter in self._module.named_parameters()]
-            check_same_values(self.transport, named, self.optimizers, weights=True)
+        loaded = any(self.transport.exchange_flags(self._loads.take()).wait())
+        if self.transport.shards is not None:
+            loaded = any(self.transport.shards.exchange_flags(loaded).wait())
+        if loaded:
+            with self.true_weights():
+                named = [(name, local_of(parameter)) for name, parameter in self._module.named_parameters()]
+                check_same_values(self.transport, named, self.optimizers, weights=True)
+                check_copies(self.transport, named)
 
     def _broadcast_buffers(self) -> None:
         exchange_fused(self._shared_tensors(), PIECE_MB, self.transport.broadcast)

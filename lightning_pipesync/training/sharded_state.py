@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
-from lightning_pipesync.core.dtensors import local_of, replicas_of_model, whole_of
+from lightning_pipesync.core.dtensors import local_of, whole_of
+from lightning_pipesync.core.sharding import replicas_of_model
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.methods.method import PIECE_MB
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +52,7 @@ class Transport(Collectives):
         codec: what tensors will be exchanged with, for ``"auto"``.
         replicas: the dimension of a device mesh along which the model is replicated: its ranks hold the same shard;
             None: all ranks hold the whole model. Then ``"auto"`` is ``"flat"``.
+        readers: the ranks of this rank's replica that get different data, this one included; None: all of them do.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or a rank did not connect in time.
@@ -69,6 +70,7 @@ class Transport(Collectives):
         torus_columns: int | None = None,
         codec: str | Codec = "none",
         replicas: DeviceMesh | None = None,
+        readers: Sequence[int] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialized: call init_process_group() first.")
@@ -96,6 +98,7 @@ class Transport(Collectives):
             self._objects = Objects(self._control, watch, traffic)
         gloo, self._messages = GlooExchange(self._control, watch), Messages(self._control, 0, watch)
         super().__init__(dist.get_rank(), groups.lines[dist.get_rank()], gloo, None, traffic, watch)
+        self._readers = readers
         self.shards: Collectives | None = None
         if len(self.ranks) < dist.get_world_size():
             gloo = GlooExchange(groups.dividing("gloo", groups.shards), watch)
@@ -188,16 +191,21 @@ class Transport(Collectives):
         return self._objects.receive_state(src)
 
     @property
+    def ranks_of_replica(self) -> Sequence[int]:
+        """The ranks that hold this rank's replica together."""
+        return [self.ranks[self.rank]] if self.shards is None else self.shards.ranks
+
+    @property
     def ranks_per_replica(self) -> int:
         """Number of ranks that hold a replica together."""
-        return 1 if self.shards is None else self.shards.world_size
+        return len(self.ranks_of_replica)
 
     @property
     def place_of_data(self) -> tuple[int, int]:
-        """This rank among those that divide the training data, and their number: all ranks of all replicas."""
-        if self.shards is None:
-            return self.rank, self.world_size
-        return dist.get_rank(), dist.get_world_size()
+        """The place of this rank's data, and their number: those of ranks that hold no shards of the same layers."""
+        own = dist.get_rank()
+        readers = self.ranks_of_replica if self._readers is None else self._readers
+        return self.rank * len(readers) + readers.index(own), self.world_size * len(readers)
 
     def sum_over_shards(self, value: float) -> float:
         """Returns the sum of what the ranks of a replica have, the same on all of them; a call of all of them."""

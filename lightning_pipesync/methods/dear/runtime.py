@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -170,6 +171,8 @@ class DeAR(SyncMethod):
         index = self._index(optimizer)
         norms = foreach_norm(self._gradient_shards(index))
         squares = torch.stack(norms).square_()  # its dtype is the same on all ranks, as the buckets'
+        if self.transport.shards is not None:
+            squares.div_(squares.new_tensor([copies_of(b.parameters[0]) for b in self._fused.of_optimizer(index)]))
         self._queue.wait_all()  # another optimizer's all-gathers may be in flight
         square = self.transport.all_reduce(squares.sum().reshape(1)).wait()
         if self.transport.shards is not None:

@@ -21,6 +21,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.extras import missing_extra
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial, fastest
@@ -86,7 +87,8 @@ class FusionTuner:
         """Starts a search, unless one for as many bytes has started; a collective call.
 
         There is no search if all parameters fit into the smallest bucket; with deterministic algorithms, since the
-        order of summation depends on the buckets; or if rank 0 lacks the package for it, which is logged.
+        order of summation depends on the buckets; with copies within a replica, which must have one order; or if rank
+        0 lacks the package for it, which is logged.
         """
         sizes = [sum(map(num_bytes, kind)) for kind in of_one_kind(parameters)]
         if self._config.fusion not in SEARCHES or sizes == self._sizes:
@@ -97,7 +99,7 @@ class FusionTuner:
         searches = self._config.fusion == "bo" and not (found or {}).get("finished")
         missing = missing_extra("tune", "fusion='bo'") if searches else None
         everyone = self._transport.gather_objects((found, torch.are_deterministic_algorithms_enabled(), missing))
-        deterministic = any(wanted for _, wanted, _ in everyone)
+        deterministic = any(wanted for _, wanted, _ in everyone) or any(copies_of(p.tensor) > 1 for p in parameters)
         self.finished = self._transport.world_size == 1 or largest <= smallest or deterministic
         if not self.finished and (message := everyone[0][2]):
             self.finished = True

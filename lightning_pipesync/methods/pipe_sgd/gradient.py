@@ -14,7 +14,8 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.torch_private import foreach_mul_, foreach_norm
+from lightning_pipesync.core.sharding import copies_of, count_copies
+from lightning_pipesync.core.torch_private import foreach_mul_
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -54,6 +55,9 @@ class LocalGradient:
         found = [self.values.get(id(parameter)) for parameter in parameters]
         gradients = [gradient for gradient in found if gradient is not None]
         holders = [gradient.detach() for gradient in gradients]
+        present = [parameter for parameter, gradient in zip(parameters, found, strict=True) if gradient is not None]
+        for holder, parameter in zip(holders, present, strict=True):
+            count_copies(holder, copies_of(parameter))
         for holder, gradient in zip(holders, gradients, strict=True):
             holder.grad = gradient
         return holders
@@ -161,7 +165,8 @@ class GradientInFlight:
         assert self._weights is not None
         pairs = zip(self._layout.members, _views(self._weights), strict=True)
         moved = [member.tensor - view for member, view in pairs]
-        return self._transport.sum_over_shards(float(torch.stack(foreach_norm(moved)).square().sum()))
+        copies = [copies_of(member.tensor) for member in self._layout.members]
+        return self._transport.sum_over_shards(SquaredNorm(moved, copies).item())
 
     def release(self) -> None:
         """Releases its buckets for later gradients."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.methods.hyperparameters import current, in_use
 from lightning_pipesync.methods.user_steps import replaced_step
 
@@ -139,9 +140,10 @@ def measured_noise(optimizer: Optimizer, sum_over_shards: Callable[[float], floa
         if not moved:
             continue
         beta, steps = float(group["betas"][0]), _steps(group, optimizer)
-        of_group = SquaredNorm([_averaged(p, group) for p in moved]).item()
+        copies = [copies_of(p) for p in moved]
+        of_group = SquaredNorm([_averaged(p, group) for p in moved], copies).item()
         gradient += of_group
-        moment += SquaredNorm([optimizer.state[p]["exp_avg"] for p in moved]).item() / (1 - beta**steps) ** 2
+        moment += SquaredNorm([optimizer.state[p]["exp_avg"] for p in moved], copies).item() / (1 - beta**steps) ** 2
         by_chance += of_group * (1 - beta) / (1 + beta) * (1 + beta**steps) / (1 - beta**steps)
     gradient, moment, by_chance = map(sum_over_shards, (gradient, moment, by_chance))
     if not (0 < gradient - by_chance < math.inf and math.isfinite(moment)):

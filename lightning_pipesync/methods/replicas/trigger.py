@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.norm import SquaredNorm, norm_of_gradients
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.replicas.flags import exchange_flags
@@ -53,9 +53,9 @@ class GradientTrigger(AveragingPolicy):
         There the host would wait for the backward pass, so that it enqueues the update first.
         """
         with profiled("trigger"):
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            self._some_missing = len(gradients) < len(self._parameters)
-            self._norm, self._flags = SquaredNorm(gradients), None
+            present = [parameter for parameter in self._parameters if parameter.grad is not None]
+            self._some_missing = len(present) < len(self._parameters)
+            self._norm, self._flags = norm_of_gradients(present), None
             if self._transport.device.type != "cuda":
                 self._exchange()
         return False
