@@ -176,11 +176,14 @@ def _give_back(optimizer: Optimizer) -> None:
 
 
 def _replace(optimizer: Optimizer, replace: Callable[[Tensor], Tensor], convert: Callable[[Tensor, Any], Any]) -> None:
+    # What gathers whole tensors from the states takes them in their order, which has to be the same on all ranks.
+    in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = dict(optimizer.state)
+    states = {key: states[key] for key in dict.fromkeys([*in_order, *states]) if key in states}
     for group in optimizer.param_groups:
         group["params"] = [replace(parameter) for parameter in group["params"]]
-    states = list(optimizer.state.items())
     optimizer.state.clear()
-    for parameter, state in states:
+    for parameter, state in states.items():
         converted = {name: convert(parameter, value) for name, value in state.items()}
         optimizer.state[replace(parameter) if isinstance(parameter, Tensor) else parameter] = converted
 

@@ -270,7 +270,12 @@ class SyncMethod(StepCalls):
                 check_copies(self.transport, named)
 
     def _broadcast_buffers(self) -> None:
-        exchange_fused(self._shared_tensors(), PIECE_MB, self.transport.broadcast)
+        """Makes the buffers of all ranks rank 0's: also of those that hold a replica together, each with its own."""
+        shards, shared = self.transport.shards, self._shared_tensors()
+        if shards is None or shards.rank == 0:
+            exchange_fused(shared, PIECE_MB, self.transport.broadcast)
+        if shards is not None:
+            exchange_fused(shared, PIECE_MB, shards.broadcast)
 
     def _shared_tensors(self) -> list[Tensor]:
         """Returns the buffers, and what :meth:`flush` makes one rank's of the modules that :meth:`follow` was given."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_slice
@@ -138,6 +139,22 @@ class Collectives:
         if self._background is None:
             self._background = CommQueue("pipesync-background", flat.device, self.traffic)
         return self._background.submit("all_reduce", lambda: handle)
+
+    def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
+        """Copies rank ``src``'s ``flat``, of any dtype, to all ranks, in place; counted at ``src``."""
+        self._issue("broadcast", flat.numel() * flat.element_size() if self.rank == src and not self._alone else 0)
+        if self._nccl is not None and flat.is_cuda:
+            return self._handle("broadcast", self._nccl.broadcast(flat, src))
+        host = flat.cpu()
+        work = dist.broadcast(host.view(torch.uint8), group=self._gloo.group, async_op=True, group_src=src)
+
+        def wait() -> Tensor:
+            sender = self.ranks[src]
+            with self.watch.waiting(f"the broadcast of rank {sender}", None if self.rank == src else sender):
+                work.wait(self.watch.timeout)
+            return flat if host is flat else flat.copy_(host)
+
+        return self._handle("broadcast", wait)
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
         """All-gathers ``flag``, one byte (0 to 255); the handle's result is every rank's flag, by rank."""

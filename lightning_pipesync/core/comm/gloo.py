@@ -41,6 +41,7 @@ class GlooExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: PeerWatch) -> None:
+        self.group = group
         self._messages = Messages(group, 0, watch)
         self._rank, self._world_size = self._messages.rank, self._messages.world_size
         self._pool = BufferPool()

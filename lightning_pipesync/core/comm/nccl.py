@@ -130,7 +130,7 @@ class NcclExchange:
         """Copies rank ``src``'s ``flat`` to all ranks; returns a function that waits for it."""
 
         def copy() -> Tensor:
-            dist.broadcast(flat.view(torch.uint8), src, group=self._group)
+            dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=src)
             return flat
 
         return self._enqueue(flat, copy)

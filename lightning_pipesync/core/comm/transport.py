@@ -158,22 +158,6 @@ class Transport(Collectives):
 
         return Mail(messages(), messages(), self.device, self.traffic, self._timeout.total_seconds())
 
-    def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
-        """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
-        self._issue("broadcast", flat.numel() * flat.element_size() if self.rank == src and self.world_size > 1 else 0)
-        if self._nccl is not None and flat.is_cuda:
-            return self._handle("broadcast", self._nccl.broadcast(flat, src))
-        host = flat.cpu()
-        work = dist.broadcast(host.view(torch.uint8), group=self._control, async_op=True, group_src=src)
-
-        def wait() -> Tensor:
-            sender = self.ranks[src]
-            with self.watch.waiting(f"the broadcast of rank {sender}", None if self.rank == src else sender):
-                work.wait(self._timeout)
-            return flat if host is flat else flat.copy_(host)
-
-        return self._handle("broadcast", wait)
-
     def gather_objects(self, obj: Any) -> list[Any]:
         """See :meth:`Objects.gather_objects`."""
         return self._objects.gather_objects(obj)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.torch_private import foreach_norm, version
 from lightning_pipesync.methods.replicas.tensors import differing, restore_unwritten, to_cpu
 
@@ -18,7 +19,8 @@ class NonTrainableTensors:
     """Averages those tensors that some rank has changed since all ranks had the same values.
 
     Tensors that no rank changes cause no traffic and keep their bits: a mask of -inf, a table of positions, frozen
-    weights. All ranks copy rank 0's integers, booleans, complex numbers and 8-bit floats.
+    weights. All ranks copy rank 0's integers, booleans, complex numbers and 8-bit floats. Ranks that hold a replica
+    together have buffers of their own, which are averaged, too.
 
     [Note: what counts as changed]
     Buffers are compared with a copy. Parameters may be many, and are compared by autograd's version counter and by
@@ -58,8 +60,10 @@ class NonTrainableTensors:
             keep: whether to keep this rank's values for :meth:`undo_average`, until :meth:`keep_average`.
             with_parameters: False: all ranks have changed the parameters alike.
         """
-        changed = self._changed()
+        changed, shards = self._changed(), self.transport.shards
         anywhere = self.transport.union(changed).wait() if changed else []
+        if shards is not None and changed:
+            anywhere = shards.union(anywhere).wait()
         tensors = self._pick(i for i, some in enumerate(anywhere) if some and (with_parameters or self._is_buffer(i)))
         if keep:
             self._kept = _copies(tensors)
@@ -67,6 +71,9 @@ class NonTrainableTensors:
         rank_0 = [tensor for tensor in tensors.values() if not can_be_averaged(tensor)]
         exchange_fused(mean, self._bucket_mb, lambda flat: self.transport.all_reduce(flat, mean=True))
         exchange_fused(rank_0, self._bucket_mb, self.transport.broadcast)
+        if shards is not None:
+            exchange_fused(_without_shards(mean), self._bucket_mb, lambda flat: shards.all_reduce(flat, mean=True))
+            exchange_fused(_without_shards(rank_0), self._bucket_mb, shards.broadcast)
         if tensors:
             self._record_common()
 
@@ -139,6 +146,10 @@ class NonTrainableTensors:
 
     def _is_buffer(self, index: int) -> bool:
         return index >= len(self._parameters)
+
+
+def _without_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if not isinstance(tensor, LocalShard)]
 
 
 def _copies(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
