@@ -314,13 +314,18 @@ class AccelerateLoop(Loop):
             cpu=options.device == "cpu",
             gradient_accumulation_steps=options.accumulate,
             mixed_precision=precision,
+            **self.sharding(),
         )
         self.method = method
-        self.model = network(options, seed=rank_of_process())
+        self.model = network(options, replica_of_process(options))
         optimizers = optimizers_of(self.model, options)
         self.schedulers = [scheduler_of(optimizer) for optimizer in optimizers]
         self.called, *self.optimizers = self.accelerator.prepare(self.model, *optimizers)
         self.accelerator.register_for_checkpointing(*self.schedulers)
+
+    def sharding(self) -> Settings:
+        """Returns further arguments of the Accelerator."""
+        return {}
 
     def train_on(self, index: int, x: Tensor, y: Tensor) -> None:
         options, accelerator = self.options, self.accelerator

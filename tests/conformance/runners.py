@@ -11,12 +11,16 @@ from tests.conformance import trainer
 from tests.conformance.loops import AccelerateLoop, FabricLoop, Loop, PlainLoop, run_loop
 from tests.conformance.methods import Method
 from tests.conformance.pipelines import AcceleratePipelineLoop, PipelineLoop, VirtualPipelineLoop
-from tests.conformance.shards import ShardedFabricLoop, ShardedPlainLoop
+from tests.conformance.shards import ShardedAccelerateLoop, ShardedFabricLoop, ShardedPlainLoop
 from tests.conformance.training import Checkpoint, Options, Result
 
 LOOPS: dict[str, type[Loop]] = {"plain": PlainLoop, "fabric": FabricLoop, "accelerate": AccelerateLoop}
 PIPELINE_LOOPS: dict[str, type[Loop]] = {"plain": PipelineLoop, "accelerate": AcceleratePipelineLoop}
-SHARDED_LOOPS: dict[str, type[Loop]] = {"plain": ShardedPlainLoop, "fabric": ShardedFabricLoop}
+SHARDED_LOOPS: dict[str, type[Loop]] = {
+    "plain": ShardedPlainLoop,
+    "fabric": ShardedFabricLoop,
+    "accelerate": ShardedAccelerateLoop,
+}
 
 
 def train(

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from tests.conformance.loops import FabricLoop, PlainLoop, rank_of_process
+from tests.conformance.loops import AccelerateLoop, FabricLoop, PlainLoop, Settings, rank_of_process
 from tests.conformance.methods import Method
-from tests.conformance.training import Options, flat_state, network
+from tests.conformance.training import Options, network
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -77,13 +80,21 @@ class ShardedPlainLoop(PlainLoop):
         self.sync.load_state_dict(saved["pipesync"])
         torch.set_rng_state(saved["rng"])
 
-    @staticmethod
-    def saved_weights(path: Path) -> Tensor:
-        return flat_state(torch.load(f"{path}-0", weights_only=True)["model"])
-
 
 class ShardedFabricLoop(FabricLoop):
     """A loop in Fabric's words, of a network that is sharded before it is set up."""
 
     def make_network(self, seed: int) -> nn.Sequential:
         return shard(network(self.options, seed), device_mesh(self.options)["shards"])
+
+
+class ShardedAccelerateLoop(AccelerateLoop):
+    """A loop in Accelerate's words, by its own FSDP2."""
+
+    def sharding(self) -> Settings:
+        AcceleratorState._reset_state(reset_partial_state=True)  # which has the device mesh of the one before
+        ranks = self.options.ranks_per_replica
+        return {
+            "parallelism_config": ParallelismConfig(dp_replicate_size=self.options.ranks // ranks, dp_shard_size=ranks),
+            "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap"),
+        }

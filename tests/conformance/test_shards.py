@@ -25,6 +25,8 @@ NAMES = [name for name, method in METHODS.items() if method.sharded]
 OF_FRAMEWORK = {
     "plain": ("sgd", "accumulation, clip norm", "adamw, accumulation, clip value", "several optimizers", "bf16-mixed"),
     "lightning": ("sgd", "accumulation, clip norm"),
+    "fabric": ("adamw, accumulation, clip value", "several optimizers"),
+    "accelerate": ("sgd", "accumulation, clip norm"),
 }
 EXACT = [(framework, name, case) for framework in OF_FRAMEWORK for name in NAMES for case in OF_FRAMEWORK[framework]]
 TYPICAL = [(framework, name, index) for framework in OF_FRAMEWORK for name in NAMES for index in METHODS[name].sharded]
