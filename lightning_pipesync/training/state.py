@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.digest import digest
@@ -23,7 +22,7 @@ def section_of(
     name: str, config: Settings, transport: Transport, state: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the section under :data:`CHECKPOINT_KEY`, on rank 0 with all ranks' ``state()``; a collective call."""
-    section: dict[str, Any] = {"strategy": name, "world_size": transport.job.world_size}
+    section: dict[str, Any] = {"strategy": name, **_layout(transport)}
     if config.checkpoint_replicas:
         of_rank = state()
         section["digests"] = dict(enumerate(transport.job.gather_objects(digest(of_rank))))
@@ -57,7 +56,25 @@ def state_of_rank(
             of ranks, and can be resumed with that one only.
     """
     job = None if transport is None else transport.job
-    return on_all_ranks(job, lambda: None if saved is None else _state_in(saved, strategy, job, config, removable))
+    rank, present = 0 if job is None else job.rank, _layout(transport)
+    return on_all_ranks(
+        job, lambda: None if saved is None else _state_in(saved, strategy, rank, present, config, removable)
+    )
+
+
+def _layout(transport: Transport | None) -> dict[str, int]:
+    """Returns what must be as when a rank's state was saved: the numbers of ranks, and of those of a replica."""
+    if transport is None:
+        return {"world_size": 1, "ranks_per_replica": 1}
+    return {"world_size": transport.job.world_size, "ranks_per_replica": transport.ranks_per_replica}
+
+
+def _in_words(one: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
+    """Returns two layouts in words: if replicas have one rank in both, it is only the number of ranks."""
+    if one["ranks_per_replica"] == other["ranks_per_replica"] == 1:
+        return [f"{one['world_size']} ranks", str(other["world_size"])]
+    replicas = [(layout["world_size"] // layout["ranks_per_replica"], layout) for layout in (one, other)]
+    return [f"{number} x {layout['ranks_per_replica']} ranks (replicas x ranks of each)" for number, layout in replicas]
 
 
 def check_digest(state: Any, expected: str, rank: int, where: str, removable: str) -> None:
@@ -70,9 +87,13 @@ def check_digest(state: Any, expected: str, rank: int, where: str, removable: st
 
 
 def _state_in(
-    saved: Mapping[str, Any], strategy: str, job: Objects | None, config: Settings, removable: str
+    saved: Mapping[str, Any],
+    strategy: str,
+    rank: int,
+    layout: Mapping[str, int],
+    config: Settings,
+    removable: str,
 ) -> dict[str, Any] | None:
-    rank, world_size = (0, 1) if job is None else (job.rank, job.world_size)
     if saved["strategy"] != strategy:
         _warn_once(
             rank,
@@ -80,15 +101,17 @@ def _state_in(
             "from its consolidated weights; the states of its ranks are not used.",
         )
         return None
-    if saved["world_size"] != world_size:
+    of_saved = {**layout, **{name: saved[name] for name in layout if name in saved}}  # older ones have no replicas
+    if of_saved != layout:
+        then, now = _in_words(of_saved, layout)
         if config.needs_as_many_ranks:
             raise ValueError(
-                f"The checkpoint holds the state of {saved['world_size']} ranks, and there are {world_size}. "
+                f"The checkpoint holds the state of {then}, and there are {now}. "
                 f"Resume with as many, or remove {removable} from the checkpoint to resume from its consolidated "
                 "weights."
             )
         if (lost := config.lost_with_other_ranks) is not None:
-            _warn_once(rank, f"The checkpoint is of {saved['world_size']} ranks, and there are {world_size}: {lost}.")
+            _warn_once(rank, f"The checkpoint is of {then}, and there are {now}: {lost}.")
         return None
     if "ranks" not in saved:
         return None
