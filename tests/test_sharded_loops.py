@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_pipesync import METHODS
 from tests.case_table import Outcomes, launch_cases
-from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, device_mesh
+from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, device_mesh, whole
 
 RANKS = REPLICAS * SHARDS
 
@@ -89,10 +90,34 @@ def order_of_states() -> list[int]:
     return numbers
 
 
+def train_alone(sharded: bool) -> list[Tensor]:
+    """Returns the weights of a rank that holds a replica alone, which FSDP2 may have divided among this rank only."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    if sharded:
+        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards"))
+        fully_shard(module, mesh=mesh["shards"])
+    optimizer = adamw(module)
+    sync = METHODS["dear"](module, optimizer, timeout_s=60)
+    for number in range(3):
+        step(module, optimizer, sync, number)
+    sync.flush()
+    weights = whole(module)
+    sync.detach()
+    return weights
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     cases: dict[str, Any] = {name: partial(consolidate_buffers, name) for name in SETTINGS}
+    cases |= {f"alone {sharded}": partial(train_alone, sharded) for sharded in (False, True)}
     return launch_cases({**cases, "order": order_of_states}, RANKS)
+
+
+def test_shards_of_one_rank_are_whole(outcomes: Outcomes) -> None:
+    """As where hosts have a single rank now, of a script that shards within hosts."""
+    for sharded, expected in zip(outcomes["alone True"], outcomes["alone False"], strict=True):
+        assert all(map(torch.equal, sharded, expected))
 
 
 def test_optimizers_have_their_states_in_the_order_of_the_parameters(outcomes: Outcomes) -> None:

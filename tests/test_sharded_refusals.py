@@ -167,6 +167,23 @@ def with_another_optimizer(module: nn.Module, mesh: Any) -> None:
     SelSync(module, Adadelta(module.parameters()), replicas=mesh["replicas"], timeout_s=60)
 
 
+def with_other_rates(module: nn.Module, mesh: Any) -> None:
+    lr = 0.1 * (1 + dist.get_rank() % SHARDS)
+    SelSync(module, SGD(module.parameters(), lr=lr), replicas=mesh["replicas"], timeout_s=60)
+
+
+def with_other_settings(module: nn.Module, mesh: Any) -> None:
+    delta = 0.1 * (1 + dist.get_rank() % SHARDS)
+    SelSync(module, SGD(module.parameters(), lr=0.1), delta=delta, replicas=mesh["replicas"], timeout_s=60)
+
+
+def with_another_state(module: nn.Module, mesh: Any) -> None:
+    optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for parameter in module.parameters() if dist.get_rank() == 3 else ():
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    DeAR(module, optimizer, replicas=mesh["replicas"], timeout_s=60)
+
+
 #: By what each says, what is refused.
 REFUSED: dict[str, Callable[..., Any]] = {
     r"is sharded \(DTensor\), and no replica of it is known: .* pass the dimension .* as replicas=": without_replicas,
@@ -183,6 +200,9 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "Parameter 1.weight is not sharded, and a replica has 2 ranks": with_a_whole_layer,
     "Parameter 0.weight is not sharded, and a replica has 2 ranks": with_a_whole_model,
     "Adadelta is not known to be element-wise": with_another_optimizer,
+    "The ranks differ in lr of group 0 of SGD: rank 0 has 0.1, rank 1 has 0.2": with_other_rates,
+    "The ranks differ in delta: rank 0 has 0.1, rank 1 has 0.2": with_other_settings,
+    "The ranks differ in SGD's state of 0.weight: rank 1 has none, rank 3 has digest": with_another_state,
     "update='sharded' divides what a replica .* has divided already": partial(attach_to, DeAR, {"update": "sharded"}),
     "topology='torus2d' is one of all ranks": partial(attach_to, DeAR, {"topology": "torus2d"}),
     "ranks_per_replica=4, and by the device mesh a replica has 2 ranks": partial(

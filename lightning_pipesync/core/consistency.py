@@ -72,15 +72,20 @@ def collect_consistent_parameters(
         return parameters
 
     parameters = on_all_ranks(transport, collect)
+    if transport.shards is not None:  # the ranks of a replica differ in their shards only
+        check_same(transport.job, _described_settings(settings))
     check_same(transport, describe(settings, parameters, module))
-    check_optimizers(transport, optimizers)
+    check_optimizers(transport.job, optimizers)
     return parameters
+
+
+def _described_settings(settings: Any) -> list[tuple[str, str]]:
+    return [("settings", type(settings).__name__), *((name, repr(value)) for name, value in vars(settings).items())]
 
 
 def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Module) -> list[tuple[str, str]]:
     """Returns the settings, a dataclass, and the model's tensors as pairs of a name and a description."""
-    described = [("settings", type(settings).__name__)]
-    described += [(name, repr(value)) for name, value in vars(settings).items()]
+    described = _described_settings(settings)
     for parameter in parameters:
         tensor = parameter.tensor
         text = f"{_layout(tensor)} requires_grad={tensor.requires_grad} group={parameter.group}"
@@ -96,7 +101,7 @@ def _layout(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)}{part} {tensor.dtype}{strides}"
 
 
-def check_optimizers(transport: Transport, optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(transport: Transport | Objects, optimizers: Sequence[Optimizer]) -> None:
     """Compares the classes and hyper-parameters of the optimizers over the ranks, as :func:`check_same`."""
     classes, hyperparameters = [], []
     for index, optimizer in enumerate(optimizers):
@@ -147,31 +152,31 @@ def check_copies(transport: Transport, parameters: Sequence[tuple[str, Tensor]])
                 )
 
 
-def check_same(transport: Transport, described: Sequence[tuple[str, str]], remedy: str = "") -> None:
+def check_same(transport: Transport | Objects, described: Sequence[tuple[str, str]], remedy: str = "") -> None:
     """Compares pairs of a name and a description, and their order, over the ranks; a collective call.
 
     Raises:
         ValueError: on every rank: they differ; the message names what differs, its value on two ranks, and ``remedy``.
     """
     everyone = transport.gather_objects(described)
-    for rank, other in enumerate(everyone):
-        raise_if_different(everyone[0], other, rank, remedy)
+    for rank, other in zip(transport.ranks, everyone, strict=True):
+        raise_if_different(everyone[0], other, rank, remedy, transport.ranks[0])
 
 
 def raise_if_different(
-    first: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int, remedy: str = ""
+    first: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int, remedy: str = "", first_rank: int = 0
 ) -> None:
-    """Compares the pairs of rank 0 with those of another rank; raises as :func:`check_same`."""
+    """Compares the pairs of rank 0, or ``first_rank``, with those of another rank; raises as :func:`check_same`."""
     if other == first:
         return
     ours, theirs = dict(first), dict(other)
     differences = [
-        f"{what}: rank 0 has {ours.get(what, 'none')}, rank {rank} has {theirs.get(what, 'none')}"
+        f"{what}: rank {first_rank} has {ours.get(what, 'none')}, rank {rank} has {theirs.get(what, 'none')}"
         for what in dict.fromkeys([*ours, *theirs])
         if ours.get(what) != theirs.get(what)
     ]
     if not differences:
-        raise ValueError(f"Rank {rank} registers the parameters in another order than rank 0.")
+        raise ValueError(f"Rank {rank} registers the parameters in another order than rank {first_rank}.")
     named, more = differences[:NAMED_DIFFERENCES], len(differences) - NAMED_DIFFERENCES
     if more > 0:
         named.append(f"and {more} more")

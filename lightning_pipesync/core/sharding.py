@@ -96,7 +96,7 @@ def examine_sharding(module: nn.Module, replica: Sequence[int]) -> None:
 def _problem_of_mesh(named: Sequence[tuple[str, Tensor]], replica: Sequence[int]) -> str | None:
     """Returns what is wrong if the parameters' meshes are not of the ranks of the replica."""
     sharded = [(name, parameter) for name, parameter in named if is_dtensor(parameter)]
-    if sharded and len(replica) == 1:
+    if len(replica) == 1 and any(len(ranks_of_mesh(parameter)) > 1 for _, parameter in sharded):
         return (
             f"Parameter {sharded[0][0]} is sharded (DTensor), and no replica of it is known: make a device mesh of two "
             "dimensions with names, such as init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicas', 'shards')), "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -108,7 +109,8 @@ class SyncMethod(StepCalls):
             raise_on_all_ranks(self.transport.job, self._problem() or self._problem_of_shards())
             named = [(parameter.name, parameter.tensor) for parameter in parameters]
             if self.same_optimizer_states:
-                check_same_values(self.transport, named, self.optimizers, weights=False)
+                check = partial(check_same_values, self.transport, named, self.optimizers, weights=False)
+                on_all_ranks(self.transport.job, check)
             warn_of_ignored(self.config, self.transport.rank)
             warn_of_one_rank(type(self).__name__, self.transport.world_size)
             warn_of_sync_batch_norm(type(self).__name__, module, self.transport)

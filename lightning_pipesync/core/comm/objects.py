@@ -24,12 +24,17 @@ NUMPY_NUMBERS: list[Any] = [
 
 
 class Objects:
-    """Exchanges objects and states among the ranks of a Gloo group, in ``range(world_size)``."""
+    """Exchanges objects and states among the ranks of a Gloo group, in ``range(world_size)``.
+
+    Attributes:
+        ranks: what they are in the default process group.
+    """
 
     def __init__(self, group: dist.ProcessGroup, watch: PeerWatch, traffic: Traffic) -> None:
         self._group, self._messages = group, Messages(group, 0, watch)
         self._watch, self._traffic = watch, traffic
         self.rank, self.world_size = self._messages.rank, self._messages.world_size
+        self.ranks = dist.get_process_group_ranks(group)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Bytes are not counted."""
