@@ -97,6 +97,8 @@ def test_the_plan_says_hsdp_and_what_to_type(tmp_path: Path) -> None:
     assert "DDP" not in text
     assert 'fully_shard(model, mesh=mesh["shards"])' in text
     assert 'replicas=mesh["replicas"]' in text
+    assert "DeARStrategy(" in text
+    assert "ranks_per_replica=8" in text
     assert all(len(line) <= 80 for line in text.splitlines())
     draw(work, at, result, tmp_path / "plan.png")
     assert_pictures(tmp_path, "plan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -54,7 +55,7 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
         paragraph(_enough(work, cluster)),
         paragraph(_assumptions(cluster, result)),
         paragraph(_codecs(result["codecs"])),
-        *to_copy(verdict, bool(measured), cluster.ranks_per_replica > 1),
+        *to_copy(verdict, bool(measured), cluster.ranks_per_replica),
     ]
     return "\n".join(block for block in blocks if block)
 
@@ -169,13 +170,13 @@ def _enough(work: Work, cluster: Cluster) -> str:
     return f"Predicted: {name} is enough {', or '.join(ways)}; it then waits for 5 % of a step at most."
 
 
-def to_copy(verdict: Verdict, run: bool, in_shards: bool) -> Iterator[str]:
-    """Yields lines of Python, and YAML, for what is advised; ``in_shards``: for models that FSDP2 shards."""
+def to_copy(verdict: Verdict, run: bool, ranks_per_replica: int = 1) -> Iterator[str]:
+    """Yields lines of Python, and YAML, for what is advised; for a model in shards also of a plain loop."""
     for one, why in ((verdict.exact, ""), (verdict.other, ", if its quality suffices (docs/results.md)")):
         if one is not None:
             yield paragraph(f"{'To use' if run else 'To try'} {one.method}{why}:")
-            if in_shards:
-                yield _between_replicas(one)
+            if ranks_per_replica > 1:
+                yield _between_replicas(one, ranks_per_replica)
             else:
                 yield _in_python(one)
                 yield _in_yaml(one)
@@ -192,8 +193,8 @@ def _in_python(one: Prediction) -> str:
     return f"{INDENT}from {package} import {strategy}\n" + code(f"Trainer(strategy={strategy}(", arguments, "))")
 
 
-def _between_replicas(one: Prediction) -> str:
-    """Returns the lines of a plain loop, for a model that is sharded along one dimension of a mesh, or along both."""
+def _between_replicas(one: Prediction, ranks_per_replica: int) -> str:
+    """Returns the lines of a plain loop, and of a Trainer, for a model that FSDP2 shards."""
     if is_baseline(one):
         return f"{INDENT}fully_shard(model, mesh=mesh)  # of two dimensions; each layer before\n"
     method = METHODS[one.method].__name__
@@ -203,6 +204,8 @@ def _between_replicas(one: Prediction) -> str:
         f"{INDENT}from lightning_pipesync import {method}\n"
         f'{INDENT}fully_shard(model, mesh=mesh["shards"])  # each layer before\n'
         + code(f"sync = {method}(", arguments, ")")
+        + paragraph("Or with a module that shards itself in `configure_model`:")
+        + _in_python(replace(one, settings={"ranks_per_replica": ranks_per_replica, **one.settings}))
     )
 
 
