@@ -45,6 +45,21 @@ def run_scripts(environment: dict[str, str]) -> dict[str, str]:
     return accelerate_scripts.run()
 
 
+#: Says which part of a sharded model each process has, and trains a step.
+SHARDED = """
+import torch
+from lightning_pipesync import PipeSyncAccelerator
+accelerator = PipeSyncAccelerator()
+model = torch.nn.Linear(4, 6)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 4)).square().sum())
+optimizer.step()
+rows, replicas = model.module.weight.to_local().shape[0], accelerator.torch_device_mesh["dp_replicate"].size()
+print(f"{type(model.method).__name__} between {replicas} replicas, {rows} rows here\\n", end="", flush=True)
+accelerator.end_training()
+"""
+
+
 @pytest.mark.parametrize(
     ("environment", "failing"),
     [
@@ -116,6 +131,16 @@ def test_pipesync_launch(tmp_path: Path) -> None:
     assert status == 0, output
     assert "selsync on 2 processes: test accuracy" in output
     assert "Warning" not in output.replace("UserWarning: OMP_NUM_THREADS", "")
+
+
+def test_a_sharded_model(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate.parallelism_config", reason="Accelerate 1.3 has no ParallelismConfig")
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    options = ["--config_file", str(CONFIGS / "sharded.yaml"), "--main_process_port", str(free_port())]
+    [status], output = launched(("pipesync", ["launch", *options, str(script)]), folder=tmp_path)
+    assert status == 0, output
+    assert output.count("DeAR between 2 replicas, 3 rows here") == 4, output
 
 
 def test_the_file_for_gpus_differs_from_that_for_a_cpu_by_the_device() -> None:

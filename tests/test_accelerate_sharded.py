@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -25,12 +25,15 @@ from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, raised
 from tests.test_sharded_replicas import REPLICAS, SETTINGS, SHARDS, adamw, batch, device_mesh, model, sharded, whole
 
+parallelism = pytest.importorskip("accelerate.parallelism_config", reason="Accelerate 1.3 has no ParallelismConfig")
+ParallelismConfig = parallelism.ParallelismConfig
+
 NAMES = ("dear", "dear, forward", "pipe_sgd", "selsync", "local_sgd", "diloco", "streaming")
 CLIPPED = ("dear", "selsync")
 STEPS = 6
 
 
-class OnCpu(ParallelismConfig):
+class OnCpu(ParallelismConfig):  # type: ignore[misc,valid-type]
     """Accelerate's own configuration, on the CPU, where plain Accelerate does not shard."""
 
     plugin: Any

@@ -100,6 +100,16 @@ def test_pydoc_transformer() -> None:
     assert float(numbers["MiB sent by rank 0"]) > 0
 
 
+@pytest.mark.parametrize("options", [[], ["--trainer"]], ids=["accelerate", "trainer"])
+def test_accelerate_llama(options: list[str]) -> None:
+    pytest.importorskip("accelerate.parallelism_config", reason="Accelerate 1.3 has no ParallelismConfig")
+    first, *_ = run_forked(4, "accelerate_llama.py", "--steps", 6, *options)
+    assert first.returncode == 0, first.stderr
+    assert "dear between 2 hosts of 2 ranks, 6 steps" in first.stdout
+    [losses] = [line.split()[-2:] for line in first.stdout.splitlines() if "loss of the" in line]
+    assert float(losses[1]) < float(losses[0]) - 0.3
+
+
 def test_pipeline_digits() -> None:
     first, second = run_forked(2, "pipeline_digits.py", "--epochs", 3)
     for result in (first, second):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
@@ -17,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from lightning_pipesync import PipeSyncPlugin
 from lightning_pipesync.transformers import PipeSyncTrainerMixin
 from tests.case_table import Outcomes, launch_cases
-from tests.test_accelerate_sharded import OnCpu, fresh_state
+from tests.test_accelerate_sharded import OnCpu, ParallelismConfig, fresh_state
 from tests.test_sharded_replicas import REPLICAS, SHARDS, whole
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
