@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, Optimizer
@@ -60,10 +61,19 @@ class Tensorwise(Module):
     def configure_model(self) -> None:
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
-        if self.device_mesh is not None:
-            parallelize_module(
-                self.layers, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
-            )
+        if (mesh := self.mesh_of_tensors()) is not None:
+            parallelize_module(self.layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def mesh_of_tensors(self) -> DeviceMesh | None:
+        return None if self.device_mesh is None else self.device_mesh["tensor_parallel"]
+
+
+class OnItsOwnMesh(Tensorwise):
+    """It makes the mesh, of which the strategy does not know."""
+
+    def mesh_of_tensors(self) -> DeviceMesh:
+        mesh = init_device_mesh("cpu", (RANKS // SHARDS, SHARDS), mesh_dim_names=("replicas", "tensor_parallel"))
+        return mesh["tensor_parallel"]
 
 
 class Whole(Module):
@@ -163,6 +173,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "Parameter layers.0.weight is divided among 2 ranks": partial(
         refuse, Module, partial(DeARStrategy, timeout_s=20, ranks_per_replica=4, tensor_parallel_size=2)
+    ),
+    "there are 2 different batches at a time, and tensor_parallel_size of strategy='dear' says": partial(
+        refuse, OnItsOwnMesh, partial(DeARStrategy, timeout_s=20)
     ),
     "The ranks have different numbers of training batches, by rank: [3, 4, 3, 4]": with_other_numbers_of_batches,
 }

@@ -216,7 +216,14 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     @property
     def _plan(self) -> MethodPlan:
         backend = "gloo" if self.process_group_backend == "gloo" else None  # otherwise the transport chooses
-        return MethodPlan(self.name, self.config, self.num_processes, backend, replicas_of=self._replicas_of)
+        return MethodPlan(
+            self.name,
+            self.config,
+            self.num_processes,
+            backend,
+            replicas_of=self._replicas_of,
+            num_readers=self._place_of_data[1],
+        )
 
     def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncedModule:
         if not self._ends_at_shutdown:  # Fabric does not tell a strategy of the end

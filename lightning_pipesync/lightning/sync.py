@@ -133,6 +133,7 @@ class SyncStrategyMixin(ShardedModuleMixin):
             loads_data=True,
             steps_per_epoch=self._steps_per_epoch,
             replicas_of=self._replicas_of,
+            num_readers=self._place_of_data[1],
         )
 
     # --- data -------------------------------------------------------------------------------------------------------

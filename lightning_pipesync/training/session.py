@@ -36,14 +36,27 @@ class MethodPlan:
     steps_per_epoch: Callable[[], int | None] | None = None  # see TrainingData
     #: Returns the dimension of the device mesh along which a model is replicated; None: as its parameters say.
     replicas_of: Callable[[nn.Module], DeviceMesh | None] = lambda _: None
+    num_readers: int | None = None  # among which the framework divides the data; None: as the model says
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
-        """Attaches the method; a collective call, with the errors of :class:`SyncMethod`."""
+        """Attaches the method; a collective call, with the errors of :class:`SyncMethod`.
+
+        Raises:
+            ValueError: tensor parallelism divides the model among ranks to which the framework gives different data.
+        """
         make: Any = METHODS[self.name]
         config = self.config.for_framework()
         config = config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
         replicas = self.replicas_of(module)
         method: SyncMethod = make(module, optimizers, config, backend=self.backend, replicas=replicas)
+        number = method.transport.place_of_data[1]
+        if self.num_readers is not None and method.transport.shards is not None and number != self.num_readers:
+            method.detach(timeout_s=1.0)
+            raise ValueError(
+                f"The model is divided by tensor parallelism, so that there are {number} different batches at a time, "
+                f"and tensor_parallel_size of strategy={self.name!r} says that there are {self.num_readers}: set "
+                f"tensor_parallel_size={torch.distributed.get_world_size() // number}, and ranks_per_replica."
+            )
         method.data.followed = self.loads_data
         if self.steps_per_epoch is not None:
             method.data.steps_per_epoch = self.steps_per_epoch
