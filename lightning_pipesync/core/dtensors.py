@@ -10,18 +10,21 @@ model's parameters, as ``torch.distributed.checkpoint`` does, needs them back: :
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.torch_private import is_dtensor, local_tensor, sharded_like
 
 #: Element-wise optimizers, which can update a shard without the rest.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
+
+#: Optimizers that step on DTensors as on whole tensors, and whose states are sharded as these are.
+OF_DTENSORS: tuple[type[Optimizer], ...] = (Muon,)
 
 
 class LocalShard(nn.Parameter):
@@ -152,12 +155,27 @@ class ShardedOptimizers:
             for optimizer in self._optimizers:
                 self._take(optimizer)
 
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None] | None:
+        """Returns the context of a step of one of :data:`OF_DTENSORS`, in which it has the model's own parameters.
+
+        None for other optimizers.
+        """
+        return self._of_model(optimizer) if type(optimizer) in OF_DTENSORS else None
+
     def release(self) -> None:
         """Gives the parameters back for good."""
         for hook in self._hooks:
             hook.remove()
         for optimizer in self._optimizers:
             _give_back(optimizer)
+
+    @contextmanager
+    def _of_model(self, optimizer: Optimizer) -> Iterator[None]:
+        _give_back(optimizer)
+        try:
+            yield
+        finally:
+            self._take(optimizer)
 
     def _take(self, optimizer: Optimizer) -> None:
         def local_state(value: Any) -> Any:
@@ -189,14 +207,29 @@ def _replace(optimizer: Optimizer, replace: Callable[[Tensor], Tensor], convert:
 
 
 def problem_of_optimizers(
-    optimizers: Iterable[Optimizer], elementwise: Iterable[type[Optimizer]] = ()
+    optimizers: Iterable[Optimizer], elementwise: Iterable[type[Optimizer]], steps_as_they_are: bool
 ) -> ValueError | None:
-    """Returns the error if an optimizer is not known to update each value by itself, and would need whole tensors."""
+    """Returns the error if an optimizer would need whole tensors.
+
+    Args:
+        elementwise: further classes that update each value by itself.
+        steps_as_they_are: whether the method applies the whole update by the optimizer's own step.
+    """
+    names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+    others = ", ".join(cls.__name__ for cls in OF_DTENSORS)
     for optimizer in optimizers:
-        if type(optimizer) not in (*ELEMENTWISE, *elementwise):
-            names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        name = type(optimizer).__name__
+        if type(optimizer) in (*ELEMENTWISE, *elementwise):
+            continue
+        if type(optimizer) not in OF_DTENSORS:
             return ValueError(
-                f"{type(optimizer).__name__} is not known to be element-wise, as {names} are, and a rank has only a "
-                "shard of each parameter: use one of these with replicas=, or a model that every rank holds whole."
+                f"{name} is not known to be element-wise, as {names} are, and a rank has only a shard of each "
+                f"parameter: use one of these with replicas=, or {others} with a method that averages weights, or a "
+                "model that every rank holds whole."
+            )
+        if not steps_as_they_are:
+            return ValueError(
+                f"{name} steps on whole matrices, and this method updates shards of them: use one of {names} with "
+                f"replicas=, or {name} with a method that averages weights."
             )
     return None

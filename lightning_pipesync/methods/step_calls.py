@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -220,6 +220,10 @@ class StepCalls(FrameworkHooks, Method):
     @abstractmethod
     def _begin(self) -> None:
         """Called before the first gradient is reduced: raises if what was attached has changed; a collective call."""
+
+    def whole_parameters(self, optimizer: Optimizer) -> AbstractContextManager[None] | None:
+        """Returns the context in which an optimizer has whole parameters; None if it steps on this rank's shards."""
+        return None if self._sharded is None else self._sharded.stepping(optimizer)
 
     def _skip_if_outdated(self, index: int) -> None:
         if self.record.is_outdated(index):

@@ -72,6 +72,7 @@ class SyncMethod(StepCalls):
         config: the settings.
         same_weights: whether all ranks have the same weights and optimizer states at every step. What is loaded into
             them is then compared at the first step and at each :meth:`flush`, and refused if it differs.
+        updates_by_own_steps: whether the user's optimizers update the weights, each by its own step on all of them.
 
     Raises:
         ValueError: the ranks differ in settings, model, optimizers or their states, or the method does not support the
@@ -80,6 +81,7 @@ class SyncMethod(StepCalls):
     """
 
     same_weights: ClassVar[bool] = False
+    updates_by_own_steps: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -220,7 +222,8 @@ class SyncMethod(StepCalls):
                 f"injection={self.config.injection!r} sends rows to all ranks, and a replica has "
                 f"{self.transport.ranks_per_replica}: set injection=None with replicas=."
             )
-        return problem_of_optimizers(self.optimizers, getattr(self.config, "elementwise", ()))
+        elementwise = getattr(self.config, "elementwise", ())
+        return problem_of_optimizers(self.optimizers, elementwise, self.updates_by_own_steps)
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         settings = {"replicas": self._mesh, "readers": readers_of_model(self._module), **self._transport_settings()}

@@ -112,6 +112,7 @@ class UserSteps:
         """
         optimizer = self._sync.optimizers[index]
         optimizer_step = optimizer.step
+        whole = self._sync.whole_parameters(optimizer)
 
         def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             def evaluate() -> Any:
@@ -121,6 +122,11 @@ class UserSteps:
                     self._sync.record.check_skipped(index)
                 return result
 
+            if whole is not None:
+                result = evaluate()
+                with whole:
+                    updated = optimizer_step(**kwargs)
+                return updated if closure is None else result
             if closure is None:
                 evaluate()
                 # A fused SGD that is left to skip its first step keeps momentum that was never initialized.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.loads import hook_loading, modules_with
@@ -53,6 +54,8 @@ class ReplicaMethod(SyncMethod):
             "mib_between_groups": MetricInfo("`mib_sent` without what was sent within groups", "MiB", "max"),
         }
     )
+
+    updates_by_own_steps = True
 
     config: ReplicaSettings
 
@@ -206,7 +209,7 @@ class ReplicaMethod(SyncMethod):
         As averages commute, it becomes the running average of the averaged weights. :meth:`resume` does not undo that.
         A step then waits for its average, which the running average reads.
         """
-        self._followers.append(self._non_trainable_tensors(list(module.parameters()), module))
+        self._followers.append(self._non_trainable_tensors([local_of(p) for p in module.parameters()], module))
 
     def flush(self) -> None:
         """Sets the weights and buffers to the average of the replicas, which is exact with any codec.
