@@ -14,9 +14,20 @@ from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from tests.case_table import Outcomes, launch_cases
 from tests.test_accelerate_sharded import accelerator_of, fresh_state, fsdp_plugin
-from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, model, whole
+from tests.test_sharded_replicas import (
+    REPLICAS,
+    SETTINGS,
+    SHARDS,
+    adamw,
+    batch,
+    device_mesh,
+    model,
+    sharded,
+    whole,
+)
 
 #: Methods, kinds of checkpoint, and after how many steps they are saved. Pipe-SGD has no optimizer state after one.
 SAVED = (
@@ -27,15 +38,23 @@ SAVED = (
     ("selsync", "FULL_STATE_DICT", 4),
     ("streaming", "SHARDED_STATE_DICT", 4),
 )
+BY_THE_USER = ("dear", "diloco")
 STEPS = 7
 
 
 class Training:
     """A model that an Accelerator has prepared, with a method or, if ``name`` is None, by Accelerate alone (HSDP)."""
 
-    def __init__(self, name: str | None, kind: str) -> None:
-        self.accelerator: Accelerator = accelerator_of(name, plugin=fsdp_plugin(state_dict_type=kind))
-        self.module: nn.Module = model()
+    accelerator: Accelerator
+
+    def __init__(self, name: str | None, kind: str | None) -> None:
+        if kind is None:  # the user shards it, along a mesh of the user's own
+            method, settings = SETTINGS[str(name)]
+            self.accelerator = PipeSyncAccelerator(PipeSyncPlugin(method, timeout_s=60, **settings))
+            self.module: nn.Module = sharded(device_mesh()["shards"])
+        else:
+            self.accelerator = accelerator_of(name, plugin=fsdp_plugin(state_dict_type=kind))
+            self.module = model()
         optimizer = adamw(self.module)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
         self.network, self.optimizer, self.scheduler = self.accelerator.prepare(self.module, optimizer, scheduler)
@@ -96,9 +115,31 @@ def resume(name: str, kind: str, saved_at: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def resume_what_the_user_sharded(name: str, folder: Path) -> dict[str, Any]:
+    """Saves a run that goes on, and resumes it."""
+    folder = folder / name
+    found: dict[str, Any] = {}
+    with fresh_state():
+        first = Training(name, None)
+        first.run(0, 4)
+        first.accelerator.save_state(str(folder))
+        found["saved"] = first.weights()
+        first.run(4, STEPS)
+        found["expected"] = first.end()
+    with fresh_state():
+        second = Training(name, None)
+        second.run(0, 1)
+        second.accelerator.load_state(str(folder))
+        found["loaded"] = second.weights()
+        second.run(4, STEPS)
+        found["resumed"] = second.end()
+    return found
+
+
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Outcomes:
-    cases = {saved: partial(resume, *saved, folder) for saved in SAVED}
+    cases: dict[Any, Any] = {saved: partial(resume, *saved, folder) for saved in SAVED}
+    cases |= {name: partial(resume_what_the_user_sharded, name, folder) for name in BY_THE_USER}
     return launch_cases(cases, REPLICAS * SHARDS, init=False)
 
 
@@ -125,3 +166,20 @@ def test_the_saved_model_is_a_whole_one(saved: tuple[str, str, int], runs: Outco
         plain = model()
         plain.load_state_dict(load_file(file))
         assert all(map(torch.equal, plain.parameters(), runs[saved][0]["saved"]))
+
+
+@pytest.mark.parametrize("name", BY_THE_USER)
+def test_what_the_user_has_sharded_has_the_checkpoint_of_a_whole_model(name: str, runs: Outcomes, folder: Path) -> None:
+    """It resumes bit for bit; with DeAR it is the run of a model that Accelerate has sharded."""
+    for found in runs[name]:
+        for key, expected in (("loaded", "saved"), ("resumed", "expected")):
+            assert all(map(torch.equal, found[key], found[expected])), (key, expected)
+    plain = model()
+    plain.load_state_dict(load_file(folder / name / "model.safetensors"))
+    assert all(map(torch.equal, plain.parameters(), runs[name][0]["saved"]))
+    optimizer = adamw(plain)
+    optimizer.load_state_dict(torch.load(folder / name / "optimizer.bin", weights_only=True))
+    assert all(state["exp_avg"].shape == value.shape for value, state in optimizer.state.items())
+    if name == "dear":
+        expected = runs["dear", "FULL_STATE_DICT", 4][0]["expected"]
+        assert all(map(torch.equal, runs[name][0]["expected"], expected))

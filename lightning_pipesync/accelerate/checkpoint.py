@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
+from safetensors.torch import load_file
 from torch import nn
 
 from lightning_pipesync.core.comm.transport import Transport
@@ -88,6 +90,20 @@ def read_rank_states(
             "prepared: prepare the same models before load_state()."
         )
     return list(state)
+
+
+def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:
+    """Loads what Accelerate has written of models that the user has sharded: whole tensors, each rank its shards."""
+    from lightning_pipesync.training.sharded_state import load_whole_state  # imports DTensor, for half a second
+
+    for index, model in enumerate(models):
+        suffix = f"_{index}" if index else ""
+        safe, pickled = (Path(folder, f"{name}{suffix}") for name in (SAFE_MODEL_NAME, MODEL_NAME))
+        if (path := safe.with_name(f"{safe.name}.safetensors")).exists():
+            state = load_file(path)
+        else:
+            state = torch.load(pickled.with_name(f"{pickled.name}.bin"), map_location="cpu", weights_only=True)
+        load_whole_state(model, state)
 
 
 def _read(path: Path, rank: int) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import prepared_models
 from lightning_pipesync.accelerate.sharding import shards_by_fsdp2
+from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.training.module import SyncedModule
@@ -85,7 +86,12 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         self.consolidate()
         if shards_by_fsdp2(self) and isinstance(model, SyncedModule):
             model = model.module
-        return unshare_storage(super().get_state_dict(model, unwrap))
+        state = super().get_state_dict(model, unwrap)
+        if is_sharded(model) and not shards_by_fsdp2(self):  # the user has sharded it
+            from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
+
+            state = whole_state(state)
+        return unshare_storage(state)
 
     @override
     def save_state(
@@ -121,7 +127,14 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         """
         self._sessions.check_resumable(self.num_processes)
         folders: list[str] = []
-        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
+
+        def before_loading(models: list[nn.Module], folder: str) -> None:
+            folders.append(folder)
+            if not shards_by_fsdp2(self) and any(map(is_sharded, models)):  # of which Accelerate loads whole ones only
+                checkpoint.load_models(models, folder)
+                models.clear()
+
+        hook = self.register_load_state_pre_hook(before_loading)
         # A method reads weights and optimizer states when it is attached, so they are loaded without one.
         self._sessions.return_optimizer_states()
         self._sessions.detach()
