@@ -13,18 +13,18 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 
-def parse_launch_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_launch_options(parser: argparse.ArgumentParser, devices: int = 2) -> argparse.Namespace:
     """Adds ``--accelerator``, ``--devices`` and ``--num-nodes``, parses all options, and silences Lightning.
 
-    The defaults are what ``torchrun`` has launched.
+    The defaults are what ``torchrun`` has launched, and without it ``devices`` processes.
     """
     launch = parser.add_argument_group("where to run")
     launch.add_argument("--accelerator", default="cpu", help="Trainer's accelerator (default: %(default)s)")
     launch.add_argument(
         "--devices",
         type=int,
-        default=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),
-        help="processes on each machine (default: 2, or torchrun's --nproc-per-node)",
+        default=int(os.environ.get("LOCAL_WORLD_SIZE", devices)),
+        help=f"processes on each machine (default: {devices}, or torchrun's --nproc-per-node)",
     )
     launch.add_argument(
         "--num-nodes",

@@ -110,6 +110,20 @@ def test_accelerate_llama(options: list[str]) -> None:
     assert float(losses[1]) < float(losses[0]) - 0.3
 
 
+def test_sharded_llama() -> None:
+    """Under a Trainer and in Fabric the losses are the same."""
+    result, *_ = run_forked(4, "sharded_llama.py", "--max-steps", 4, "--context", 16)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+    heads, losses = [], []
+    for line in result.stdout.splitlines():
+        (losses if line.startswith("  ") else heads).append(line)
+    assert heads == [f"dear, {loop}, 2 replicas of 2 ranks" for loop in ("trainer", "fabric")]
+    assert losses[:2] == losses[2:]
+    first, last = (float(line.split()[-1]) for line in losses[:2])
+    assert last < first
+
+
 def test_pipeline_digits() -> None:
     first, second = run_forked(2, "pipeline_digits.py", "--epochs", 3)
     for result in (first, second):
