@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -163,6 +164,11 @@ def refuse(make: Callable[[], Module], strategy: Callable[[], Any]) -> Any:
     return raised(lambda: fit(make, strategy()))
 
 
+def average(callback: Callable[[], Any], **layout: Any) -> Any:
+    strategy = DeARStrategy(timeout_s=20, **layout)
+    return raised(lambda: fit(Module, strategy, callbacks=[callback()]))
+
+
 #: By what each says, what is refused.
 REFUSED: dict[str, Callable[[], Any]] = {
     "ranks_per_replica=2 is for a model that is sharded, and this Whole is not: shard it in configure_model": partial(
@@ -176,6 +182,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "there are 2 different batches at a time, and tensor_parallel_size of strategy='dear' says": partial(
         refuse, OnItsOwnMesh, partial(DeARStrategy, timeout_s=20)
+    ),
+    "EMAWeightAveraging copies the module": partial(average, EMAWeightAveraging, ranks_per_replica=2),
+    " copies the module, and FSDP2 does not allow that": partial(average, WeightAveraging),
+    "StochasticWeightAveraging copies the module": partial(
+        average, partial(StochasticWeightAveraging, swa_lrs=0.1), ranks_per_replica=2
     ),
     "The ranks have different numbers of training batches, by rank: [3, 4, 3, 4]": with_other_numbers_of_batches,
 }

@@ -59,10 +59,31 @@ def check_uneven_batches(trainer: Trainer) -> None:
             )
 
 
+def has_swa(trainer: Trainer) -> bool:
+    """Returns whether the Trainer has a StochasticWeightAveraging."""
+    return any(_is_lightnings(callback, "StochasticWeightAveraging") for callback in vars(trainer)["callbacks"])
+
+
 def writes_average_within_training(trainer: Trainer) -> bool:
     """Returns whether StochasticWeightAveraging will write its average in the midst of a training, for BatchNorm."""
-    averages = any(_is_lightnings(callback, "StochasticWeightAveraging") for callback in vars(trainer)["callbacks"])
-    return averages and any(isinstance(child, _BatchNorm) for child in trainer.lightning_module.modules())
+    return has_swa(trainer) and any(isinstance(child, _BatchNorm) for child in trainer.lightning_module.modules())
+
+
+def name_refused_copies(trainer: Trainer, refusal: Callable[[str], Exception]) -> None:
+    """Makes WeightAveraging, or a derived callback, raise ``refusal(its name)`` where FSDP2 refuses to be copied."""
+    for callback in vars(trainer)["callbacks"]:
+        if _is_lightnings(callback, "WeightAveraging"):
+            callback.setup = functools.partial(_set_up_or_name, callback, refusal)
+
+
+def _set_up_or_name(callback: Any, refusal: Callable[[str], Exception], *args: Any, **kwargs: Any) -> None:
+    del vars(callback)["setup"]
+    try:
+        callback.setup(*args, **kwargs)
+    except AssertionError as error:
+        if "deepcopy" not in str(error):
+            raise
+        raise refusal(type(callback).__name__) from error
 
 
 def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:

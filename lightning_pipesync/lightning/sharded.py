@@ -14,7 +14,7 @@ from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.fabric.device_mesh import DeviceMeshMixin
 from lightning_pipesync.fabric.distribution import rank_zero_warn
 from lightning_pipesync.fabric.private import materialize
-from lightning_pipesync.lightning.private import set_device_mesh
+from lightning_pipesync.lightning.private import name_refused_copies, set_device_mesh
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.registry import METHODS
@@ -38,6 +38,15 @@ class ShardedModuleMixin(DeviceMeshMixin, PipeSyncStrategyMixin[SyncMethod]):
         super().setup_environment()
         if self._mesh is not None:
             set_device_mesh(self._module, self._mesh)
+        if self._fitting:
+            name_refused_copies(self._trainer, self._refusal_of_average)
+
+    @staticmethod
+    def _refusal_of_average(callback: str) -> ValueError:
+        return ValueError(
+            f"{callback} copies the module, and FSDP2 does not allow that of one that is sharded: leave it out, or "
+            "average this rank's shards, parameter.to_local(), in a callback of your own."
+        )
 
     @contextmanager
     @override

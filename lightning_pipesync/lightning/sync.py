@@ -26,6 +26,7 @@ from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
 from lightning_pipesync.lightning.private import (
     check_trainer,
     check_uneven_batches,
+    has_swa,
     no_broadcast_of_signals,
     run_hooks_before_step,
     writes_average_within_training,
@@ -88,7 +89,9 @@ class SyncStrategyMixin(ShardedModuleMixin):
                 f"strategy={self.name!r} would change it after that: use EMAWeightAveraging or WeightAveraging, or "
                 "strategy='ddp'."
             )
-        raise_on_all_ranks(method.transport, problem)
+        if self._is_sharded and has_swa(trainer):
+            problem = self._refusal_of_average("StochasticWeightAveraging")
+        raise_on_all_ranks(method.transport.job, problem)
         values = ((callback, value) for callback in callbacks for value in vars(callback).values())
         found = [(callback, value) for callback, value in values if isinstance(value, AveragedModel)]
         names = ", ".join(type(callback).__name__ for callback, _ in found) or "none"
