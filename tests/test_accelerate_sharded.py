@@ -158,6 +158,30 @@ def train_one_replica() -> dict[str, Any]:
         return {"weights": whole(module), "messages": [str(one.message) for one in caught]}
 
 
+def train_with_a_loss_scaler(name: str, scaled: bool) -> dict[str, Any]:
+    """One step leaves the weights as they are: a gradient of one shard overflows, or nobody steps."""
+    with fresh_state():
+        accelerator, module = accelerator_of(name), model()
+        network, optimizer = accelerator.prepare(module, adamw(module))
+        if scaled:
+            optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        skipped = []
+        for step in range(STEPS):
+            if step == 3 and not scaled:
+                continue
+            inputs, targets = batch(dist.get_rank(), step)
+            if step == 3 and dist.get_rank() == 1:
+                inputs = inputs * torch.inf
+            loss = (network(inputs) - targets).square().mean()
+            (optimizer.scaler.scale(loss) if scaled else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+        accelerator.wait_for_everyone()
+        accelerator.free_memory()
+        return {"weights": whole(module), "skipped": skipped}
+
+
 def refuse(method: str = "dear", plugin: Any = None, **settings: Any) -> Any:
     sizes = {"dp_replicate_size": REPLICAS, "dp_shard_size": SHARDS}
 
@@ -243,6 +267,8 @@ def trained() -> Outcomes:
     for what, settings in EXACT.items():
         cases[what, "dear"] = partial(train, "dear", **settings)
         cases[what, "hsdp"] = partial(train, None, **settings)
+    for name, scaled in (("dear", False), ("dear", True), ("local_sgd", True)):
+        cases[name, "scaled", scaled] = partial(train_with_a_loss_scaler, name, scaled)
     cases |= {how: how for how in (train_by_environment, prepare_again, train_one_replica)}
     cases |= REFUSED
     return launch_cases(cases, REPLICAS * SHARDS, init=False)
@@ -266,6 +292,15 @@ def test_accelerate_trains_what_a_loop_does(name: str, trained: Outcomes) -> Non
 def test_dear_is_what_accelerate_trains_on_both_dimensions(what: str, trained: Outcomes) -> None:
     """Bit for bit with two replicas, whose sums have one order."""
     assert_same(trained[what, "dear"], trained[what, "hsdp"])
+
+
+def test_a_loss_scaler_skips_on_all_ranks(trained: Outcomes) -> None:
+    """Bit for bit what is trained without the step in which one shard overflows; with local SGD a replica skips it."""
+    scaled = trained["dear", "scaled", True]
+    assert_same(*([found["weights"] for found in run] for run in (scaled, trained["dear", "scaled", False])))
+    for name, ranks in (("dear", range(REPLICAS * SHARDS)), ("local_sgd", range(SHARDS))):
+        for rank, found in enumerate(trained[name, "scaled", True]):
+            assert found["skipped"] == [step == 3 and rank in ranks for step in range(STEPS)]
 
 
 def test_bf16(trained: Outcomes) -> None:
