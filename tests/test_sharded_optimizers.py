@@ -1,4 +1,4 @@
-"""Optimizers of sharded replicas that need whole parameters, and running averages of sharded weights."""
+"""Optimizers of sharded replicas that need whole parameters, or get more; and running averages of sharded weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_pipesync import METHODS
+from lightning_pipesync import METHODS, DeAR
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import raised
 from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, device_mesh, model, sharded, whole
@@ -129,6 +129,29 @@ def average_by_hand() -> list[Tensor]:
     return means
 
 
+def thaw(with_fsdp: bool) -> list[Tensor]:
+    """Trains with DeAR, or FSDP2 on both dimensions; the last layer joins the optimizer later."""
+    mesh = device_mesh()
+    module = sharded(mesh if with_fsdp else mesh["shards"])
+    head = list(module.get_submodule("3").parameters())
+    optimizer = AdamW([p for p in module.parameters() if all(p is not frozen for frozen in head)], lr=1e-2)
+    for parameter in head:
+        parameter.requires_grad_(False)
+    sync = None if with_fsdp else DeAR(module, optimizer, replicas=mesh["replicas"], timeout_s=60)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            for parameter in head:
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": head})
+        optimizer.zero_grad()
+        backward(module, step)
+        (sync or optimizer).step()
+    if sync is not None:
+        sync.flush()
+        sync.detach()
+    return whole(module)
+
+
 def refuse(method: str, make: Callable[..., Optimizer]) -> str:
     mesh = device_mesh()
     module = sharded(mesh["shards"])
@@ -159,6 +182,7 @@ def outcomes() -> Outcomes:
     cases |= {("dear", with_fsdp): partial(average, "dear", with_fsdp) for with_fsdp in (False, True)}
     cases["local_sgd"] = partial(average, "local_sgd", period=1000)
     cases["by hand"] = average_by_hand
+    cases |= {("thaw", with_fsdp): partial(thaw, with_fsdp) for with_fsdp in (False, True)}
     return launch_cases(cases, REPLICAS * SHARDS)
 
 
@@ -185,4 +209,9 @@ def test_running_average_of_dear_is_that_of_fsdp2_on_both_dimensions(outcomes: O
 
 def test_running_averages_of_replicas_are_averaged(outcomes: Outcomes) -> None:
     for (_, found), expected in zip(outcomes["local_sgd"], outcomes["by hand"], strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_layers_that_join_the_optimizer_are_trained_as_with_fsdp2(outcomes: Outcomes) -> None:
+    for found, expected in zip(outcomes["thaw", False], outcomes["thaw", True], strict=True):
         assert all(map(torch.equal, found, expected))

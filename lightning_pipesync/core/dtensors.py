@@ -137,12 +137,14 @@ class ShardedOptimizers:
             self._take(optimizer)
 
     def follow(self) -> None:
-        """Follows parameters whose memory has been replaced, see :meth:`LocalShard.follow`."""
+        """Follows parameters whose memory has been replaced, see :meth:`LocalShard.follow`, and takes new ones."""
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if isinstance(parameter, LocalShard):
-                        parameter.follow()
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for parameter in parameters:
+                if isinstance(parameter, LocalShard):
+                    parameter.follow()
+            if any(map(is_dtensor, parameters)):  # of a callback that has unfrozen layers, say
+                self._take(optimizer)
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
