@@ -17,6 +17,7 @@ from tests.case_table import Outcomes, launch_cases
 from tests.test_sharded_replicas import REPLICAS, SHARDS, adamw, batch, device_mesh, whole
 
 RANKS = REPLICAS * SHARDS
+KINDS, OVERLAPS = ("whole", "sharded"), ("eager", "none")
 
 #: By its name a method and its settings.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,7 +91,7 @@ def order_of_states() -> list[int]:
     return numbers
 
 
-def train_alone(sharded: bool) -> list[Tensor]:
+def train_alone(sharded: bool, overlap: str) -> list[Tensor]:
     """Returns the weights of a rank that holds a replica alone, which FSDP2 may have divided among this rank only."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -98,7 +99,7 @@ def train_alone(sharded: bool) -> list[Tensor]:
         mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards"))
         fully_shard(module, mesh=mesh["shards"])
     optimizer = adamw(module)
-    sync = METHODS["dear"](module, optimizer, timeout_s=60)
+    sync = METHODS["dear"](module, optimizer, timeout_s=60, overlap=overlap)
     for number in range(3):
         step(module, optimizer, sync, number)
     sync.flush()
@@ -110,13 +111,14 @@ def train_alone(sharded: bool) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     cases: dict[str, Any] = {name: partial(consolidate_buffers, name) for name in SETTINGS}
-    cases |= {f"alone {sharded}": partial(train_alone, sharded) for sharded in (False, True)}
+    cases |= {f"{kind} {way}": partial(train_alone, kind == "sharded", way) for kind in KINDS for way in OVERLAPS}
     return launch_cases({**cases, "order": order_of_states}, RANKS)
 
 
-def test_shards_of_one_rank_are_whole(outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_shards_of_one_rank_are_whole(overlap: str, outcomes: Outcomes) -> None:
     """As where hosts have a single rank now, of a script that shards within hosts."""
-    for sharded, expected in zip(outcomes["alone True"], outcomes["alone False"], strict=True):
+    for sharded, expected in zip(outcomes[f"sharded {overlap}"], outcomes[f"whole {overlap}"], strict=True):
         assert all(map(torch.equal, sharded, expected))
 
 

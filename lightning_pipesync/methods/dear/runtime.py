@@ -351,7 +351,7 @@ class DeAR(SyncMethod):
         config = self.config
         if len(self.optimizers) > 1 and config.overlap == "eager":
             config = replace(config, overlap="forward")
-        return config if self.transport.shards is None else replace(config, update="replicated")
+        return config if self._sharded is None else replace(config, update="replicated")
 
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""
@@ -366,7 +366,7 @@ class DeAR(SyncMethod):
         }
 
     def _problem_of_shards(self) -> ValueError | None:
-        if self.transport.shards is None:
+        if self._sharded is None:
             return None
         if self.config.update == "sharded":
             return ValueError(

@@ -326,7 +326,7 @@ class ParameterServer(SyncMethod):
         return LEARNERS.get(self.config.policy, Learner)
 
     def _problem_of_shards(self) -> ValueError | None:
-        if self.transport.shards is None:
+        if self._sharded is None:
             return None
         return ValueError(
             "A parameter server answers each rank by itself, so that the shards of a replica would be of different "
