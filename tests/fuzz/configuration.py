@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tests.fuzz.layers import LAYERS
-from tests.fuzz.methods import METHODS, Check, Settings
+from tests.fuzz.methods import METHODS, METHODS_OF_SHARDS, NOT_ELEMENTWISE, Check, Settings
 from tests.fuzz.optimizers import OPTIMIZERS, SCHEDULERS, Options, draw_options
+from tests.fuzz.sharding import RECOVERS, Sharding, draw_sharding
 from tests.fuzz.training import EVENTS, STEPS
 
 
@@ -23,6 +24,8 @@ class Configuration:
         clip: "norm", "value" or "".
         overflow: step and rank at which the loss is infinite; with a loss scaler only.
         events: what happens before a step, by the step.
+        zero_optimizers: whether the optimizers forget the gradients, and not the model.
+        sharding: how a replica is sharded among ranks; None: each rank has a replica.
         double: whether the weights are float64, which tells a fault from rounding where sums are made in another order.
     """
 
@@ -45,12 +48,23 @@ class Configuration:
     scheduler: str
     set_to_none: bool
     events: dict[int, str]
+    zero_optimizers: bool
+    sharding: Sharding | None
     double: bool = False
 
     @property
     def used(self) -> list[tuple[str, Settings]]:
         """The methods, with their settings."""
         return [(self.method, self.settings), *([self.then] if self.then else [])]
+
+    @property
+    def of_shards(self) -> bool:
+        """Whether a replica has several ranks."""
+        return self.sharding is not None and self.sharding.num_shards > 1
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Returns the replica of a rank, and its place in it."""
+        return (rank, 0) if self.sharding is None else self.sharding.place_of(rank)
 
     @property
     def several_optimizers(self) -> bool:
@@ -63,7 +77,11 @@ class Configuration:
         """Words of the errors by one of which all ranks refuse it; none: it is trained."""
         of_layers = [LAYERS[name].refused for name in self.layers]
         of_methods = [METHODS[method].refused(self, settings) for method, settings in self.used]
-        return tuple(filter(None, (*of_layers, OPTIMIZERS[self.optimizer].refused, *of_methods)))
+        of_shards: list[str] = []
+        if self.sharding is not None:
+            of_methods += [METHODS[method].refused_of_shards(settings) for method, settings in self.used]
+            of_shards = [] if OPTIMIZERS[self.optimizer].elementwise or not self.of_shards else [NOT_ELEMENTWISE]
+        return tuple(filter(None, (*of_layers, OPTIMIZERS[self.optimizer].refused, *of_methods, *of_shards)))
 
     @property
     def may_be_refused(self) -> tuple[str, ...]:
@@ -81,30 +99,47 @@ class Configuration:
         return name.startswith(("end: ", "flush")) and not (own_states and "optimizer" in name)
 
 
-def draw(method: str, seed: int, world_size: int = 2) -> Configuration:
-    """Returns the configuration of a method that belongs to a seed."""
-    random = Random(f"{method} {seed} {world_size}")
+def draw(method: str, seed: int, world_size: int = 2, num_shards: int | None = None) -> Configuration:
+    """Returns the configuration of a method that belongs to a seed; of replicas of so many ranks, or whole ones."""
+    random = Random(f"{method} {seed} {world_size} {num_shards}")
     refusable = random.random() < 0.04  # rarely: refusals take no time and find little
-    layers = [name for name, layer in LAYERS.items() if refusable or not layer.refused]
+    layers = [
+        name
+        for name, layer in LAYERS.items()
+        if (refusable or not layer.refused) and (num_shards is None or layer.groups is not None)
+    ]
     optimizer = random.choice([name for name, kind in OPTIMIZERS.items() if refusable or not kind.refused])
+    if num_shards is not None and not refusable and not OPTIMIZERS[optimizer].elementwise:
+        optimizer = "AdamW"
     drawn_layers = tuple(random.choice(layers) for _ in range(random.randint(1, 4)))
     scaler = random.random() < 0.25
     overflow = (random.randrange(STEPS), random.randrange(world_size))
-    events = {random.randrange(1, STEPS): random.choice(list(EVENTS)) for _ in range(random.randint(0, 3))}
-    then = random.choice([method, *METHODS])
+    possible = [event for event in EVENTS if num_shards is None or RECOVERS or not event.startswith("raise")]
+    events = {random.randrange(1, STEPS): random.choice(possible) for _ in range(random.randint(0, 3))}
+    then = random.choice([method, *(METHODS if num_shards is None else METHODS_OF_SHARDS)])
+
+    def draw_settings(name: str) -> Settings:
+        while True:
+            settings = METHODS[name].draw(random)
+            if num_shards is None or refusable or not METHODS[name].refused_of_shards(settings):
+                return settings
+
+    options = _without_late_momentum(draw_options(random, optimizer), drawn_layers)
+    no_dtensors = not OPTIMIZERS[optimizer].elementwise or (options.get("fused") and optimizer == "Adagrad")
+    no_state = OPTIMIZERS[optimizer].refused or (num_shards and no_dtensors)
     drawn = Configuration(
         method=method,
         seed=seed,
         world_size=world_size,
-        settings=METHODS[method].draw(random),
-        then=(then, METHODS[then].draw(random)) if "reattach" in events.values() else None,
+        settings=draw_settings(method),
+        then=(then, draw_settings(then)) if "reattach" in events.values() else None,
         layers=drawn_layers,
         optimizer=optimizer,
-        options=_without_late_momentum(draw_options(random, optimizer), drawn_layers),
+        options=options,
         num_groups=random.choice([1, 1, 2]),
         # PyTorch refuses to clip by value where there is no gradient at all.
-        num_optimizers=1 if {"frozen", "thawed"} & set(drawn_layers) else random.choice([1, 1, 1, 2]),
-        pretrained_steps=0 if OPTIMIZERS[optimizer].refused else random.choice([0, 0, 2]),
+        num_optimizers=1 if {"frozen", "thawed", "freezes"} & set(drawn_layers) else random.choice([1, 1, 1, 2]),
+        pretrained_steps=0 if no_state else random.choice([0, 0, 2]),
         accumulate=random.choice([1, 1, 2]),
         no_sync=random.random() < 0.8,
         clip=random.choice(["", "", "norm", "value"]),
@@ -113,12 +148,18 @@ def draw(method: str, seed: int, world_size: int = 2) -> Configuration:
         scheduler=random.choice(["", "", *SCHEDULERS]),
         set_to_none=random.random() < 0.8,
         events=events,
+        zero_optimizers=random.random() < 0.3,
+        sharding=num_shards and draw_sharding(random, drawn_layers, world_size // num_shards, num_shards),
     )
     rounds = any(METHODS[name].rounds(drawn, settings) for name, settings in drawn.used)
-    return replace(drawn, double=rounds or world_size > 2 or any(LAYERS[name].rounds for name in drawn.layers))
+    rounds |= drawn.of_shards and (
+        drawn.clip == "norm" or bool(drawn.options.get("fused")) or "bfloat16" in drawn_layers
+    )
+    rounds |= world_size // (num_shards or 1) > 2 or (num_shards or 1) > 2
+    return replace(drawn, double=rounds or any(LAYERS[name].rounds for name in drawn.layers))
 
 
 def _without_late_momentum(options: Options, layers: tuple[str, ...]) -> Options:
     """PyTorch's fused SGD refuses a step in which only some parameters have a momentum already."""
-    late = {"alternating", "by_data", "thawed"} & set(layers)
+    late = {"alternating", "by_replica", "by_data", "thawed"} & set(layers)
     return {**options, "fused": None} if late and options.get("momentum") and "fused" in options else options

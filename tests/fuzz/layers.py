@@ -91,15 +91,15 @@ class Twice(nn.Module):
 
 
 class Branches(nn.Module):
-    """Uses one of two layers: in turns, or by the rank's own data."""
+    """Uses one of two layers: in turns, each replica in its own, or by the rank's own data."""
 
-    def __init__(self, by_data: bool) -> None:
+    def __init__(self, by: str) -> None:
         super().__init__()
         self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
-        self.by_data, self.step = by_data, 0
+        self.by, self.step, self.replica = by, 0, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        which = int(x.sum() > 0) if self.by_data else self.step % 2
+        which = {"step": self.step, "replica": self.step // 2 + self.replica, "data": int(x.sum() > 0)}[self.by] % 2
         return self.branches[which](x)
 
 
@@ -115,15 +115,19 @@ class WithParameter(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A layer without gradients, until it thaws."""
+    """A layer without gradients, until it thaws, or one that freezes."""
 
-    def __init__(self, until: float) -> None:
+    def __init__(self, until: float, thaws: bool = True) -> None:
         super().__init__()
-        self.inner, self.until, self.step = nn.Linear(WIDTH, WIDTH).requires_grad_(False), until, 0
+        self.inner = nn.Linear(WIDTH, WIDTH).requires_grad_(not thaws)
+        self.until, self.thaws, self.step = until, thaws, 0
+
+    def change(self, step: int) -> None:
+        if step >= self.until:
+            self.inner.requires_grad_(self.thaws)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.step >= self.until:
-            self.inner.requires_grad_(True)
+        self.change(self.step)
         return self.inner(x)
 
 
@@ -170,51 +174,65 @@ class Layer:
     Attributes:
         refused: words of the error by which every method refuses it.
         rounds: whether a method may lay out its weights otherwise, so that kernels round otherwise.
+        groups: names of its modules, "" for itself, that FSDP2 can gather by themselves, from the innermost; None: it
+            does not support the layer.
+        alone: whether it has to be gathered by itself.
+        in_low_precision: whether it can be computed in low precision.
     """
 
     build: Callable[[], nn.Module]
     refused: str = ""
     rounds: bool = False
+    groups: tuple[str, ...] | None = None
+    alone: bool = False
+    in_low_precision: bool = True
 
+
+_ITSELF, _INNER = ("",), ("inner", "")
 
 LAYERS: dict[str, Layer] = {
-    "linear": Layer(lambda: nn.Linear(WIDTH, WIDTH)),
-    "wide": Layer(lambda: nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.Linear(40, WIDTH))),
-    "conv2d": Layer(lambda: Shaped(nn.Conv2d(2, 2, 3, padding=1), 2, 3, 1)),
+    "linear": Layer(lambda: nn.Linear(WIDTH, WIDTH), groups=_ITSELF),
+    "wide": Layer(lambda: nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.Linear(40, WIDTH)), groups=("0", "2", "")),
+    "conv2d": Layer(lambda: Shaped(nn.Conv2d(2, 2, 3, padding=1), 2, 3, 1), groups=_INNER),
     "channels_last": Layer(lambda: Shaped(nn.Conv2d(2, 2, 3, padding=1), 2, 3, 1, channels_last=True)),
-    "conv1d": Layer(lambda: Shaped(nn.Conv1d(2, 2, 3, padding=1), 2, 3)),
-    "conv_transpose": Layer(lambda: Shaped(nn.ConvTranspose2d(2, 2, 3, padding=1), 2, 3, 1)),
-    "batch_norm": Layer(lambda: nn.BatchNorm1d(WIDTH)),
-    "batch_norm_2d": Layer(lambda: Shaped(nn.BatchNorm2d(2), 2, 3, 1)),
-    "group_norm": Layer(lambda: nn.GroupNorm(2, WIDTH)),
-    "layer_norm": Layer(lambda: nn.LayerNorm(WIDTH)),
-    "embedding": Layer(lambda: Embedded(nn.Embedding(7, WIDTH, padding_idx=0))),
-    "embedding_bag": Layer(lambda: Embedded(nn.EmbeddingBag(7, WIDTH))),
+    "conv1d": Layer(lambda: Shaped(nn.Conv1d(2, 2, 3, padding=1), 2, 3), groups=_INNER),
+    "conv_transpose": Layer(lambda: Shaped(nn.ConvTranspose2d(2, 2, 3, padding=1), 2, 3, 1), groups=_INNER),
+    "batch_norm": Layer(lambda: nn.BatchNorm1d(WIDTH), groups=_ITSELF, in_low_precision=False),
+    "batch_norm_2d": Layer(lambda: Shaped(nn.BatchNorm2d(2), 2, 3, 1), groups=_INNER, in_low_precision=False),
+    "group_norm": Layer(lambda: nn.GroupNorm(2, WIDTH), groups=_ITSELF),
+    "layer_norm": Layer(lambda: nn.LayerNorm(WIDTH), groups=_ITSELF),
+    "embedding": Layer(lambda: Embedded(nn.Embedding(7, WIDTH, padding_idx=0)), groups=_INNER),
+    "embedding_bag": Layer(lambda: Embedded(nn.EmbeddingBag(7, WIDTH)), groups=_INNER, in_low_precision=False),
     "sparse_embedding": Layer(lambda: Embedded(nn.Embedding(7, WIDTH, sparse=True)), refused="sparse"),
     "lstm": Layer(lambda: Shaped(nn.LSTM(2, 2, batch_first=True), 3, 2)),
     "gru": Layer(lambda: Shaped(nn.GRU(2, 1, batch_first=True, bidirectional=True), 3, 2)),
-    "attention": Layer(Attention),
-    "tied": Layer(Tied),
-    "twice": Layer(Twice),
-    "alternating": Layer(lambda: Branches(by_data=False)),
-    "by_data": Layer(lambda: Branches(by_data=True)),
-    "unused": Layer(lambda: WithParameter(torch.ones(3), lambda x, parameter: x)),
-    "frozen": Layer(lambda: Frozen(until=float("inf"))),
-    "thawed": Layer(lambda: Frozen(until=3)),
+    "attention": Layer(Attention, groups=_INNER),
+    "tied": Layer(Tied, groups=_ITSELF),
+    "twice": Layer(Twice, groups=_INNER),
+    "alternating": Layer(lambda: Branches("step"), groups=("branches.0", "branches.1", "")),
+    "by_replica": Layer(lambda: Branches("replica"), groups=("branches.0", "branches.1", "")),
+    "by_data": Layer(lambda: Branches("data")),
+    "unused": Layer(lambda: WithParameter(torch.ones(3), lambda x, parameter: x), groups=_INNER),
+    "frozen": Layer(lambda: Frozen(until=float("inf")), groups=_INNER),
+    "thawed": Layer(lambda: Frozen(until=3), groups=_INNER),
+    "freezes": Layer(lambda: Frozen(until=3, thaws=False), groups=_INNER),
     "scalar": Layer(lambda: WithParameter(torch.tensor(0.1), lambda x, scale: x * scale.exp())),
+    "one": Layer(lambda: WithParameter(torch.tensor([0.1]), lambda x, scale: x * scale.exp()), groups=_INNER),
     "empty": Layer(lambda: WithParameter(torch.empty(0, 3), lambda x, parameter: x + parameter.sum())),
     "transposed": Layer(lambda: WithParameter(torch.randn(4, 6).t() / 4, lambda x, p: x + x @ p @ p.t())),
     "sliced": Layer(lambda: WithParameter(torch.randn(6, 12)[:, ::2] / 4, lambda x, p: x @ p), rounds=True),
-    "bfloat16": Layer(lambda: InDtype(torch.bfloat16)),
-    "float64": Layer(lambda: InDtype(torch.float64)),
+    "bfloat16": Layer(lambda: InDtype(torch.bfloat16), groups=_ITSELF, alone=True, in_low_precision=False),
+    "float64": Layer(lambda: InDtype(torch.float64), groups=_ITSELF, alone=True, in_low_precision=False),
     "complex": Layer(Complex, refused="complex"),
-    "weight_norm": Layer(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
-    "spectral_norm": Layer(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
-    "dropout": Layer(lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))),
-    "prelu": Layer(nn.PReLU),
-    "functional": Layer(Functional),
-    "recomputed": Layer(Recomputed),
-    "counting": Layer(Counting),
+    "weight_norm": Layer(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), groups=()),
+    "spectral_norm": Layer(
+        lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), groups=(), in_low_precision=False
+    ),
+    "dropout": Layer(lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)), groups=("1", "")),
+    "prelu": Layer(nn.PReLU, groups=_ITSELF),
+    "functional": Layer(Functional, groups=_ITSELF),
+    "recomputed": Layer(Recomputed, groups=_INNER, in_low_precision=False),
+    "counting": Layer(Counting, groups=_INNER, in_low_precision=False),
 }
 
 
@@ -227,18 +245,18 @@ class Model(nn.Module):
 
     Attributes:
         stops: where the next pass raises: "forward", "backward" or nowhere.
+        replica: the number of the replica that the model is.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([LAYERS[name].build() for name in layers])
         self.head = nn.Linear(WIDTH, 3)
-        self.stops = ""
+        self.stops, self.replica = "", 0
 
     def forward(self, x: Tensor, step: int) -> Tensor:
-        x = x.to(self.head.weight.dtype)
         for index, block in enumerate(self.blocks):
-            block.step = step
+            block.step, block.replica = step, self.replica
             x = torch.tanh(block(x))
             if index == len(self.blocks) // 2:
                 self._stop(x)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
 from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.fuzz.optimizers import OPTIMIZERS
-from tests.fuzz.reference import Delayed, Periodic, Replica, Rule, SelectivelySynchronized
+from tests.fuzz.rules import Delayed, Periodic, Replica, Rule, SelectivelySynchronized
 
 if TYPE_CHECKING:
     from tests.fuzz.configuration import Configuration
@@ -37,6 +37,7 @@ class Entry:
         check: what a training with these settings is compared with.
         rounds: whether its sums are made in another order than the reference's.
         refused: words of the error by which the settings refuse the rest; empty: they do not.
+        refused_of_shards: words of the error by which the settings refuse replicas of several ranks.
         may_refuse: words of an error that depends on when something happens; empty: there is none.
         rule: what the reference does in the method's place.
         own_states: whether each rank has an optimizer state of its own.
@@ -49,6 +50,7 @@ class Entry:
     refused: Callable[[Configuration, Settings], str]
     rule: Callable[[list[Replica], Settings], Rule]
     own_states: bool = False
+    refused_of_shards: Callable[[Settings], str] = lambda settings: ""
     may_refuse: Callable[[Configuration, Settings], str] = lambda configuration, settings: ""
 
 
@@ -72,8 +74,11 @@ def _cuts(configuration: Configuration, settings: Settings) -> bool:
     return shards and (bool(configuration.options.get("fused")) or "bfloat16" in configuration.layers)
 
 
+NOT_ELEMENTWISE = "is not known to be element-wise"
+
+
 def _no_sharding(configuration: Configuration) -> str:
-    return "" if OPTIMIZERS[configuration.optimizer].elementwise else "is not known to be element-wise"
+    return "" if OPTIMIZERS[configuration.optimizer].elementwise else NOT_ELEMENTWISE
 
 
 # --- DeAR -------------------------------------------------------------------------------------------------------------
@@ -230,6 +235,7 @@ METHODS: dict[str, Entry] = {
         _dear_rounds,
         lambda configuration, settings: _no_sharding(configuration) if settings["update"] == "sharded" else "",
         Rule,
+        refused_of_shards=lambda settings: "update='sharded'" if settings["update"] == "sharded" else "",
     ),
     "pipe_sgd": Entry(
         PipeSGD,
@@ -268,5 +274,9 @@ METHODS: dict[str, Entry] = {
         lambda configuration, settings: configuration.clip == "norm" or _cuts(configuration, settings),
         _parameter_server_refuses,
         Rule,
+        refused_of_shards=lambda settings: "A parameter server answers each rank by itself",
     ),
 }
+
+#: Those that train replicas of several ranks.
+METHODS_OF_SHARDS = [method for method in METHODS if method != "parameter_server"]

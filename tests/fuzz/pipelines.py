@@ -31,7 +31,7 @@ ALGORITHMS = ["pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f
 _SYNCHRONOUS = ("gpipe", "1f1b")
 
 #: Layers that do not compute by their input and weights alone: the step counts, or a generator of the stage's own.
-_BY_STEP = {"alternating", "thawed"}
+_BY_STEP = {"alternating", "by_replica", "thawed", "freezes"}
 #: Layers whose random numbers are the engine's, and algorithms that no loop here follows.
 _NOT_FOLLOWED = {"dropout", "naive", "spectrain"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +15,7 @@ from tests.fuzz.configuration import Configuration, draw
 from tests.fuzz.methods import METHODS, TIMEOUT_S, Check, Settings
 from tests.fuzz.outcome import Outcome, judge
 from tests.fuzz.reference import Reference
+from tests.fuzz.sharding import REPLICAS, copied, of_first_replica
 from tests.fuzz.training import MAX_NORM, MAX_VALUE, Replica, Seen, Worker, train
 
 
@@ -24,8 +24,9 @@ class Rank(Worker):
 
     def __init__(self, configuration: Configuration) -> None:
         self.rank = dist.get_rank()
+        self.mesh = None if configuration.sharding is None else configuration.sharding.mesh()
         super().__init__(configuration, [self.rank])
-        if self.rank and not configuration.pretrained_steps:  # rank 0's weights count
+        if configuration.place_of(self.rank)[0] and not configuration.pretrained_steps:  # rank 0's weights count
             with torch.no_grad():
                 for p in self.replica.model.parameters():
                     p.add_(0.1)
@@ -33,7 +34,13 @@ class Rank(Worker):
 
     def attach(self, method: str, settings: Settings) -> SyncMethod:
         self.name, self.settings = method, settings
+        sharding = self.configuration.sharding
+        if self.mesh is not None and sharding is not None and sharding.names_replicas:
+            settings = {**settings, "replicas": self.mesh[REPLICAS]}
         return METHODS[method].type(self.replica.model, self.replica.optimizers, timeout_s=TIMEOUT_S, **settings)
+
+    def new_replica(self, rank: int) -> Replica:
+        return Replica(self.configuration, rank, self.mesh)
 
     @property
     def replica(self) -> Replica:
@@ -42,6 +49,9 @@ class Rank(Worker):
     def passes(self, step: int) -> None:
         for micro in range(self.configuration.accumulate):
             last = micro == self.configuration.accumulate - 1
+            sharding = self.configuration.sharding
+            if sharding is not None and not sharding.reduces_passes:
+                self.replica.model.set_requires_gradient_sync(last or not self.configuration.no_sync)
             with nullcontext() if last or not self.configuration.no_sync else self.sync.no_sync():
                 self.replica.backward(step, micro)
 
@@ -74,7 +84,7 @@ class Rank(Worker):
     def optimizer_states(self) -> list[list[Any]]:
         if self.configuration.check == Check.AGREEMENT:  # ranks may be at different steps until then
             self.sync.flush()
-        return [[copy.deepcopy(self.sync.optimizer_state_dict(one)) for one in self.replica.optimizers]]
+        return [[copied(self.sync.optimizer_state_dict(one)) for one in self.replica.optimizers]]
 
     def start_anew(self) -> None:
         self.sync.flush()
@@ -91,7 +101,7 @@ class Rank(Worker):
         self.sync.detach()
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        self.replicas = [new := Replica(self.configuration, self.rank)]
+        self.replicas = [new := self.new_replica(self.rank)]
         for p, old_p in zip(new.model.parameters(), old.model.parameters(), strict=True):
             p.requires_grad_(old_p.requires_grad)  # a layer that has thawed
         self.sync = self.attach(self.name, self.settings)
@@ -107,15 +117,19 @@ class Rank(Worker):
         self.sync.return_optimizer_states()
         self.sync.detach()
         if METHODS[self.name].own_states:  # which the user has to make the same
-            shared = [copy.deepcopy(self.replica.states())]
-            dist.broadcast_object_list(shared)
-            self.replica.load_states(shared[0])
+            self.replica.load_states(of_first_replica(self.replica.states(), self.mesh))
         self.sync = self.attach(method, settings)
 
+    def give_back(self) -> None:
+        own = list(self.replica.model.parameters())
+        with self.sync.given_back():
+            for optimizer in self.replica.optimizers:
+                assert all(any(p is one for one in own) for group in optimizer.param_groups for p in group["params"])
 
-def run(method: str, seed: int) -> Outcome:
+
+def run(method: str, seed: int, num_shards: int | None) -> Outcome:
     """Trains a configuration on all ranks and judges the result; a collective call."""
-    configuration = draw(method, seed, dist.get_world_size())
+    configuration = draw(method, seed, dist.get_world_size(), num_shards)
     return judge(configuration, partial(_on_this_rank, configuration), partial(_expected, configuration))
 
 

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.fuzz.layers import Model, StopOnPurpose
+from tests.fuzz.layers import Frozen, Model, StopOnPurpose
 from tests.fuzz.optimizers import SCHEDULERS, optimizers_of
+from tests.fuzz.sharding import copied, whole
 from tests.models import batch
 
 if TYPE_CHECKING:
@@ -32,17 +36,22 @@ Seen = dict[str, Any]
 class Replica:
     """What a rank's user has: model, optimizers, schedulers, and a loss scaler.
 
+    Args:
+        mesh: on which the model is sharded; None: it is whole.
+
     Attributes:
         initial: the weights in the beginning, for an event that loads them again.
     """
 
-    def __init__(self, configuration: Configuration, rank: int) -> None:
-        self.configuration, self.rank = configuration, rank
+    def __init__(self, configuration: Configuration, rank: int, mesh: DeviceMesh | None = None) -> None:
+        self.configuration, self.rank, self.mesh = configuration, rank, mesh
         torch.manual_seed(configuration.seed)
         self.model = Model(configuration.layers)
         if configuration.double:
             self.model.double()
-        self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
+        if mesh is not None and configuration.sharding is not None:
+            configuration.sharding.shard(self.model, mesh)
+        self.initial = copied(self.model.state_dict())
         self.optimizers: list[Optimizer] = optimizers_of(
             self.model,
             list(self.model.blocks),
@@ -67,7 +76,29 @@ class Replica:
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         torch.default_generator.manual_seed(1_000 * step + 10 * micro + rank)  # of dropout
         x, y = batch(8 * step + micro, rank)
-        return nn.functional.cross_entropy(self.model(x, step), y)
+        self.model.replica = self.configuration.place_of(rank)[0]
+        return nn.functional.cross_entropy(self.forward(x, step), y)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = x.double() if self.configuration.double else x
+        sharding = self.configuration.sharding
+        if sharding is None:
+            return self.model(x, step)
+        self._freeze_and_thaw(step)
+        if self.mesh is not None or sharding.param_dtype is None:
+            return self.model(x, step)
+        weights = {name: p.to(sharding.param_dtype) for name, p in self.model.named_parameters()}
+        output: Tensor = functional_call(self.model, weights, (x.to(sharding.param_dtype), step))
+        return output.to(sharding.output_dtype or output.dtype)
+
+    def _freeze_and_thaw(self, step: int) -> None:
+        """Changes what has a gradient before a forward pass, where FSDP2 still sees it."""
+        changing = [block for block in self.model.blocks if isinstance(block, Frozen)]
+        for module in self.model.modules() if changing else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for block in changing:
+            block.change(step)
 
     def backward(self, step: int, micro: int) -> None:
         configuration = self.configuration
@@ -89,8 +120,14 @@ class Replica:
         if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()
 
+    def recover(self) -> None:
+        """Has FSDP2 forget a pass that was stopped."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reset_iter_state()
+
     def zero_grad(self) -> None:
-        self.model.zero_grad(self.configuration.set_to_none)
+        for one in self.optimizers if self.configuration.zero_optimizers else [self.model]:
+            one.zero_grad(self.configuration.set_to_none)
 
     def end_step(self) -> None:
         if self.scaler is not None:
@@ -111,12 +148,13 @@ class Replica:
     @torch.no_grad()
     def output(self, step: int) -> Tensor:
         self.model.eval()
-        output = self.model(batch(step, 7)[0], step)
+        self.model.replica = 0
+        output = self.forward(batch(step, 7)[0], step)
         self.model.train()
         return output
 
     def weights(self) -> Seen:
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return copied(whole(self.model.state_dict()))
 
 
 class Worker(ABC):
@@ -128,10 +166,13 @@ class Worker(ABC):
 
     def __init__(self, configuration: Configuration, ranks: Iterable[int]) -> None:
         self.configuration = configuration
-        self.replicas = [Replica(configuration, rank) for rank in ranks]
+        self.replicas = [self.new_replica(rank) for rank in ranks]
         self.seen: dict[int, Seen] = {replica.rank: {} for replica in self.replicas}
         for replica in self.replicas:
             replica.pretrain()
+
+    def new_replica(self, rank: int) -> Replica:
+        return Replica(self.configuration, rank)
 
     @abstractmethod
     def passes(self, step: int) -> None:
@@ -162,6 +203,9 @@ class Worker(ABC):
     def reattach(self, method: str, settings: dict[str, Any]) -> None:
         """Consolidates, detaches and goes on with another method, or the same."""
 
+    def give_back(self) -> None:  # noqa: B027
+        """Gives the optimizers the model's own parameters, and takes them again."""
+
     def zero_grad(self) -> None:
         for replica in self.replicas:
             replica.zero_grad()
@@ -182,7 +226,7 @@ class Worker(ABC):
 
     def see_states(self, moment: str) -> None:
         for replica, states in zip(self.replicas, self.optimizer_states(), strict=True):
-            self.seen[replica.rank].update(flattened(f"{moment}: optimizer", states))
+            self.seen[replica.rank].update(flattened(f"{moment}: optimizer", whole(states)))
 
     def stop_in(self, where: str, step: int) -> None:
         """Raises in the pass of all ranks; the user catches it."""
@@ -192,6 +236,7 @@ class Worker(ABC):
             self.passes(step)
         for replica in self.replicas:
             replica.model.stops = ""
+            replica.recover()
         self.zero_grad()
 
 
@@ -292,4 +337,5 @@ EVENTS: dict[str, Callable[[Worker, int], None]] = {
     "load optimizer": load_optimizer,
     "checkpoint": lambda worker, step: worker.start_anew(),
     "reattach": reattach,
+    "give back": lambda worker, step: worker.give_back(),
 }
