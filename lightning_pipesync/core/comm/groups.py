@@ -18,6 +18,10 @@ from lightning_pipesync.core.comm.nccl import destroy_nccl_groups, new_nccl_grou
 from lightning_pipesync.core.faults.shutdown import error_at_shutdown, join_thread
 
 
+class DifferentLinesError(ValueError):
+    """The ranks are in no lines, or do not agree on them."""
+
+
 class ProcessGroups:
     """Process groups that nothing else uses. All ranks make all of them, in the same order.
 
@@ -30,21 +34,26 @@ class ProcessGroups:
     Args:
         device: of tensors that NCCL's groups exchange.
         timeout: after which a peer that does not answer counts as lost.
-        replicas: a dimension of a device mesh; None: all ranks are in one line.
+        replicas: a dimension of a device mesh, or its ranks; None: all ranks are in one line.
+
+    Raises:
+        DifferentLinesError: on every rank: the ranks do not agree on the lines.
     """
 
     lines: list[Sequence[int]]
     hosts: list[str]
 
-    def __init__(self, device: torch.device, timeout: timedelta, replicas: DeviceMesh | None) -> None:
+    def __init__(self, device: torch.device, timeout: timedelta, replicas: DeviceMesh | Sequence[int] | None) -> None:
         self._device, self._timeout = device, timeout
         self._groups: list[dist.ProcessGroup] = []
         self._kept_waiting: list[dist.ProcessGroup] = []
         self.others: list[dist.ProcessGroup] = []
         self.everyone = self.new("gloo")
         own: Sequence[int] = range(dist.get_world_size())
-        if replicas is not None:
+        if isinstance(replicas, DeviceMesh):
             own = replicas.mesh.tolist() if replicas.ndim == 1 else []
+        elif replicas is not None:
+            own = list(replicas)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (own, socket.gethostname()), group=self.everyone)
         self.lines, self.hosts = map(list, zip(*gathered, strict=True))
@@ -53,7 +62,7 @@ class ProcessGroups:
         )
         if not all(agreed):
             self.destroy(0.0)
-            raise ValueError(
+            raise DifferentLinesError(
                 "replicas must be one dimension of a device mesh of all ranks, such as replicas=mesh['replicas'], and "
                 f"the same on all: this rank has {replicas}."
             )

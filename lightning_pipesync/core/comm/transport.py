@@ -50,8 +50,8 @@ class Transport(Collectives):
             ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
         torus_columns: neighboring ranks in a row; None: as square as possible.
         codec: what tensors will be exchanged with, for ``"auto"``.
-        replicas: the dimension of a device mesh along which the model is replicated: its ranks hold the same shard;
-            None: all ranks hold the whole model. Then ``"auto"`` is ``"flat"``.
+        replicas: the dimension of a device mesh along which the model is replicated, or its ranks: they hold the same
+            shard; None: all ranks hold the whole model. Then ``"auto"`` is ``"flat"``.
         readers: the ranks of this rank's replica that get different data, this one included; None: all of them do.
 
     Raises:
@@ -69,7 +69,7 @@ class Transport(Collectives):
         topology: str = "flat",
         torus_columns: int | None = None,
         codec: str | Codec = "none",
-        replicas: DeviceMesh | None = None,
+        replicas: DeviceMesh | Sequence[int] | None = None,
         readers: Sequence[int] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -132,9 +132,10 @@ class Transport(Collectives):
     def channel_to(
         self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1, what: str = ""
     ) -> MessageSender:
-        """Returns the sending end of a channel to rank ``dst``, which calls :meth:`channel_from` with the same series.
+        """Returns the sending end of a channel to a rank, which calls :meth:`channel_from` with the same series.
 
         Args:
+            dst: the rank in the default process group.
             series: the number of the channel, unique among the open channels between the two ranks.
             wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
             window: maximum number of messages in flight.
@@ -144,7 +145,7 @@ class Transport(Collectives):
         return MessageSender(self._series(series), dst, self.device, name, self.traffic, wire_dtype, window, what)
 
     def channel_from(self, src: int, series: int, *, what: str = "") -> MessageReceiver:
-        """Returns the receiving end of a channel from rank ``src``."""
+        """Returns the receiving end of a channel from rank ``src`` of the default process group."""
         messages = self._series(series, ahead=True)
         return MessageReceiver(messages, src, self.device, f"pipesync-channel-{series}", self.traffic, what)
 
@@ -202,8 +203,12 @@ class Transport(Collectives):
         self._groups.others += groups
 
     def new_group(self) -> dist.ProcessGroup:
-        """Returns a process group of these ranks for a library that communicates by itself; a collective call."""
-        return self._groups.dividing(self.backend, self._groups.lines)
+        """Returns a process group for a library that communicates by itself; a collective call.
+
+        Its ranks are those that hold this rank's replica; all ranks, if there are no others.
+        """
+        groups = self._groups
+        return groups.dividing(self.backend, groups.lines if self.shards is None else groups.shards)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for operations in flight.
@@ -219,7 +224,7 @@ class Transport(Collectives):
 
     def _series(self, number: int, *, ahead: bool = False) -> Messages:
         # Tags that the collectives, which use the same group, do not use.
-        return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
+        return Messages(self._groups.everyone, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
     def _arrange(self, topology: str, columns: int | None, lossy: bool) -> None:
         wanted, lossy_everywhere = zip(*self.gather_objects(((topology, columns), lossy)), strict=True)

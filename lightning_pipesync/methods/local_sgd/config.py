@@ -10,6 +10,7 @@ from typing import Literal
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
+from lightning_pipesync.methods.replicas.elastic import attracted, force_of
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.settings import OnLostRank, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
@@ -21,8 +22,6 @@ OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 OUTER_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.001}
 #: ``outer_momentum="auto"``.
 OUTER_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9}
-#: ``elastic_force="auto"`` times the number of ranks: beta of EASGD.
-BETA = 0.9
 
 
 @renamed({"own_share": "mixing_factor", "replicas_per_group": "ranks_per_replica"})
@@ -157,14 +156,14 @@ class LocalSGDConfig(ReplicaSettings):
     def elastic_force_of(self, num_replicas: int) -> float:
         if self.outer_optimizer != "elastic":
             return 0.0
-        return BETA / num_replicas if self.elastic_force == "auto" else self.elastic_force
+        return force_of(self.elastic_force, num_replicas)
 
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
         kind = self.outer_optimizer
         if kind == "none":
             return None
         if kind == "elastic":  # each of the ranks attracts the global weights by the force
-            return partial(SGD, lr=num_replicas * self.elastic_force_of(num_replicas))
+            return attracted(num_replicas, self.elastic_force_of(num_replicas))
         lr = OUTER_LR[kind] if self.outer_lr == "auto" else self.outer_lr
         if kind == "adam":
             return partial(Adam, lr=lr)

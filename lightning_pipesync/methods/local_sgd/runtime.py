@@ -13,6 +13,7 @@ from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
 from lightning_pipesync.methods.metric_info import MetricInfo, counted
+from lightning_pipesync.methods.replicas.elastic import problem_of_force
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -86,12 +87,8 @@ class LocalSGD(ElasticReplicaMethod):
 
     def _problem(self) -> ValueError | None:
         world_size = replicas_of(self.transport).world_size
-        if world_size * (force := self.config.elastic_force_of(world_size)) > 1:
-            return ValueError(
-                f"elastic_force={force!r} moves the global weights by {world_size * force:.3g} times their distance to "
-                f"{world_size} replicas, beyond them: set {1 / world_size:.3g} at most (EASGD: ranks * alpha <= 1)."
-            )
-        return super()._problem()
+        force = self.config.elastic_force_of(world_size)
+        return problem_of_force("elastic_force", force, world_size) or super()._problem()
 
     def _shape_settings(self) -> dict[str, Any]:
         return {**super()._shape_settings(), "outer_optimizer": self.config.outer_optimizer}

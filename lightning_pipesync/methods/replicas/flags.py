@@ -31,15 +31,16 @@ def check_flags(flags: Sequence[int], ranks: Sequence[int] | None = None) -> Non
             raise RuntimeError(f"Rank {', '.join(map(str, chosen))} {message}")
 
 
-def check_same(flags: Sequence[int], what: str, mask: int = 255) -> None:
-    """Calls :func:`check_flags`, and checks that all ranks have the same bits of ``mask``.
+def check_same(flags: Sequence[int], what: str, mask: int = 255, ranks: Sequence[int] | None = None) -> None:
+    """Calls :func:`check_flags`, and checks that all ``ranks`` have the same bits of ``mask``.
 
     Raises:
-        RuntimeError: some differ from rank 0's; the message names them, and says ``what`` they and rank 0 have done.
+        RuntimeError: some differ from the first's; the message names them, and says ``what`` they and it have done.
     """
-    check_flags(flags)
-    if others := [rank for rank, flag in enumerate(flags) if flag & mask != flags[0] & mask]:
-        raise RuntimeError(f"Rank {', '.join(map(str, others))} and rank 0 {what}")
+    check_flags(flags, ranks)
+    first, *others = zip(ranks or range(len(flags)), flags, strict=True)
+    if different := [rank for rank, flag in others if flag & mask != first[1] & mask]:
+        raise RuntimeError(f"Rank {', '.join(map(str, different))} and rank {first[0]} {what}")
 
 
 def exchange_flags(transport: Transport, flag: int) -> list[int]:

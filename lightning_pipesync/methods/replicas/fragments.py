@@ -83,7 +83,7 @@ class Fragments:
         if self._config.compares_steps:
             pending.flags = self._transport.exchange_flags(step % STEPS_AT_START)
         if not overlap:  # with overlap nobody waits yet
-            _check(pending)
+            self._check(pending)
         if overlap and self._config.undoes_averages:
             pending.before = self.replicas.global_weights.copies(buckets)
         if overlap and self._config.mixing_factor == "progress":
@@ -101,7 +101,8 @@ class Fragments:
     def check_consolidation(self, step: int) -> None:
         """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages."""
         if self._config.compares_steps:
-            check_same(exchange_flags(self._transport, CONSOLIDATE | step % STEPS), SAME_STEPS)
+            flags = exchange_flags(self._transport, CONSOLIDATE | step % STEPS)
+            check_same(flags, SAME_STEPS, ranks=self._transport.ranks)
         self.settle()
 
     def settle(self) -> None:
@@ -141,10 +142,15 @@ class Fragments:
 
     def _wait(self, fragment: int, pending: PendingAverage) -> None:
         """Waits for an average, and updates the global values."""
-        _check(pending)
+        self._check(pending)
         for handle, index in zip(pending.handles, self._fragments[fragment], strict=True):
             handle.wait()
             self.replicas.update_global_weights(index)
+
+    def _check(self, pending: PendingAverage) -> None:
+        if pending.flags is not None:
+            check_same(pending.flags.wait(), SAME_STARTS, ranks=self._transport.ranks)
+            pending.flags = None
 
     def _apply(self, fragment: int) -> None:
         mixing_factor = self._config.mixing_factor if self._config.overlap_steps else 0.0
@@ -194,9 +200,3 @@ def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[Nam
         )
     sizes = [sum(map(num_bytes, layer)) for layer in layers]
     return [[p for index in indices for p in layers[index]] for indices in divide_layers(sizes, number)]
-
-
-def _check(pending: PendingAverage) -> None:
-    if pending.flags is not None:
-        check_same(pending.flags.wait(), SAME_STARTS)
-        pending.flags = None
