@@ -17,11 +17,19 @@ from torch.optim import Optimizer
 #: Weight [out, in] and bias [out] of each layer, one after the other.
 Weights = list[Tensor]
 Batch = tuple[Tensor, Tensor]
+#: A mini-batch; or those of pipelines side by side, whose mean gradient counts.
+MiniBatch = Batch | list[Batch]
 MakeOptimizer = Callable[[Weights], Optimizer]
 
 
-def gradient(seen: Weights, used: Weights, batch: Batch) -> Weights:
-    """The gradient of the cross-entropy with weights `seen` in the forward and `used` in the backward pass."""
+def gradient(seen: Weights, used: Weights, batch: MiniBatch) -> Weights:
+    """The gradient of the cross-entropy with weights `seen` in the forward and `used` in the backward pass.
+
+    Of a list of batches, such as those of pipelines side by side, the mean.
+    """
+    if isinstance(batch, list):
+        of_batches = zip(*(gradient(seen, used, each) for each in batch), strict=True)
+        return [sum(rest, first) / len(batch) for first, *rest in of_batches]
     x, y = batch
     inputs, last = [], len(seen) // 2 - 1
     for layer in range(last + 1):
@@ -50,7 +58,7 @@ def step(optimizer: Optimizer, weights: Weights, gradients: Weights) -> None:
 def ea_pipe(
     initial: Weights,
     make_optimizer: MakeOptimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[MiniBatch],
     num_stages: int,
     *,
     elastic_force: float = 0.5,
@@ -72,7 +80,9 @@ def ea_pipe(
     return master
 
 
-def pipedream(initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[Batch], num_stages: int) -> Weights:
+def pipedream(
+    initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[MiniBatch], num_stages: int
+) -> Weights:
     """Weight stashing and vertical sync: mini-batch t sees the weights after update t - N, and updates the newest."""
     master, versions = copied(initial), [copied(initial)]
     optimizer = make_optimizer(master)
@@ -84,7 +94,7 @@ def pipedream(initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence
 
 
 def weight_stashing(
-    initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[Batch], stage_of: Sequence[int]
+    initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[MiniBatch], stage_of: Sequence[int]
 ) -> Weights:
     """At stage n of N (from 0 on) mini-batch t sees the weights after update t - N + n, and updates the newest.
 
@@ -103,7 +113,7 @@ def weight_stashing(
 def one_version(
     initial: Weights,
     make_optimizer: MakeOptimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[MiniBatch],
     stage_of: Sequence[int],
     smoothing: float | None = None,
 ) -> Weights:
@@ -142,7 +152,7 @@ def reference_of(
     settings: Mapping[str, Any],
     initial: Weights,
     make_optimizer: MakeOptimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[MiniBatch],
     stage_of: Sequence[int],
     smoothing: float,
 ) -> Weights:

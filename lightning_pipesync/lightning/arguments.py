@@ -125,6 +125,17 @@ class EAPipeStrategyMixin(PipelineStrategyMixin):
         micro_batches: The number of micro-batches of ``gpipe`` and ``1f1b``. None: the number of stages.
         prediction_smoothing: The smoothing of the updates from which ``spectrain`` predicts weights; 0: the last update
             alone. None: 0 if the optimizer has a momentum, else 0.9.
+        num_pipelines: The number of pipelines side by side, which divide the training data: each has an equal part of
+            the ranks, two stages or more.
+        average: What pipelines side by side have in common. ``gradients``: each mini-batch updates with the mean
+            gradient of all pipelines, as a mini-batch of all their samples does. ``elastic``: each pipeline trains by
+            itself, and its weights and a reference model attract each other (AvgPipe); with ``ea_pipe``, ``gpipe`` and
+            ``1f1b``.
+        average_period: With ``average="elastic"``: the number of mini-batches between two averages.
+        average_force: With ``average="elastic"``: the share of their distance by which a pipeline and the reference
+            attract each other, at most 1 / ``num_pipelines``. ``auto``: 0.9 / ``num_pipelines`` (EASGD).
+        neighbors: What neighboring ranks have, such as those of a host: the ``stages`` of one pipeline, so that
+            averages go between hosts; or the same stage of all ``pipelines``, so that activations do.
         compression: The dtype in which activations and their gradients are sent: bf16, fp16, or none: the dtype that
             they have.
         seed: The seed of the random numbers of layers and the loss, such as dropout, which depend only on it, the
@@ -157,6 +168,11 @@ class EAPipeStrategyMixin(PipelineStrategyMixin):
         replicas: int | None = None,
         micro_batches: int | None = None,
         prediction_smoothing: float | None = None,
+        num_pipelines: int = 1,
+        average: Literal["gradients", "elastic"] = "gradients",
+        average_period: int = 1,
+        average_force: float | Literal["auto"] = "auto",
+        neighbors: Literal["stages", "pipelines"] = "stages",
         compression: Literal["none", "bf16", "fp16"] = "none",
         seed: int = 0,
         timeout_s: float = 1800.0,

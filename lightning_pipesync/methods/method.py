@@ -60,7 +60,7 @@ class Method(ABC):
 
         A collective call.
         """
-        of_ranks = [self.metrics()] if self.transport is None else self.transport.gather_objects(self.metrics())
+        of_ranks = [self.metrics()] if self.transport is None else self.transport.job.gather_objects(self.metrics())
         names = dict.fromkeys(name for metrics in of_ranks for name in metrics)
         return {
             name: self.metric_info(name).reduce([metrics[name] for metrics in of_ranks if name in metrics])

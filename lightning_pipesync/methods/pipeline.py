@@ -44,6 +44,10 @@ class PipelineSettings(Settings):
         """The submodules with which later stages begin; None if the model is an ``nn.Sequential``."""
         return None
 
+    def data_part(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Returns which part of the training data a rank's pipeline trains on, from 0 on, and the number of parts."""
+        return 0, 1
+
 
 class PipelineMethod(Method):
     """A method that trains a model as a pipeline, and makes the passes itself: each rank has some of the layers.
@@ -126,10 +130,19 @@ class PipelineMethod(Method):
     def gather(self) -> None:
         """Copies the consolidated layers of all ranks to all ranks, after :meth:`flush`; a collective call."""
 
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """Which part of the training data this rank's pipeline trains on, from 0 on, and the number of parts."""
+        job = None if self.transport is None else self.transport.job
+        return (0, 1) if job is None else self.config.data_part(job.rank, job.world_size)
+
     @abstractmethod
     def describe(self) -> str:
         """Returns a line per stage that names its layers; an empty text before the first batch."""
 
     @abstractmethod
     def optimizer_state(self) -> dict[int, Any]:
-        """Returns the state of this rank's optimizer by the index of the parameter."""
+        """Returns the state of this rank's optimizer by the index of the parameter; a collective call.
+
+        Of several pipelines, the ranks of the first one get it, the others nothing.
+        """

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from lightning_pipesync.core.comm.channel import LocalChannel, Receiver, Sender
+from lightning_pipesync.core.comm.collectives import Collectives
+from lightning_pipesync.core.comm.groups import DifferentLinesError
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 
@@ -27,8 +31,49 @@ class Channels:
 
 
 def rank_of(stage: int, num_stages: int) -> int:
-    """Returns the rank of a stage, or the stage of a rank. Rank 0, which logs, has the last stage and the loss."""
+    """Returns the place of a stage in its pipeline, or the stage of a place.
+
+    Rank 0, which logs, has the first place, with the last stage and the loss.
+    """
     return num_stages - 1 - stage
+
+
+def line_of(place: int, num_stages: int, config: EAPipeConfig) -> Sequence[int]:
+    """Returns the ranks, one of each pipeline, that have a place in their pipeline."""
+    count = config.num_pipelines
+    if config.neighbors == "stages":
+        return range(place, count * num_stages, num_stages)
+    return range(place * count, (place + 1) * count)
+
+
+def make_transport(device: torch.device, config: EAPipeConfig, backend: str | None) -> Transport:
+    """Returns the transport among the ranks that have the same stage in several pipelines; of one pipeline, all ranks.
+
+    Raises:
+        ValueError: on every rank: the ranks cannot form the pipelines, or do not agree on them.
+        RuntimeError: ``torch.distributed`` is not initialized.
+    """
+    count, line = config.num_pipelines, None
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    num_stages, left = divmod(num_ranks, count)
+    if count > 1:
+        fits = num_stages > 1 and not left
+        place = dist.get_rank() % num_stages if config.neighbors == "stages" else dist.get_rank() // count
+        line = line_of(place, num_stages, config) if fits else []
+    try:
+        return Transport(device, timeout_s=config.timeout_s, backend=backend, replicas=line)
+    except DifferentLinesError as error:
+        possible = [str(number) for number in range(1, num_ranks // 2 + 1) if num_ranks % number == 0]
+        raise ValueError(
+            f"num_pipelines={count!r} and neighbors={config.neighbors!r} must divide the {num_ranks} ranks into "
+            "pipelines of two or more stages, and be the same on all ranks: set num_pipelines to one of "
+            f"{', '.join(possible) or '1'}."
+        ) from error
+
+
+def places_of(transport: Transport) -> Collectives:
+    """Returns the collectives among the ranks of this rank's pipeline, whose places there are their ranks."""
+    return transport.shards or transport
 
 
 def make_channels(transport: Transport | None, num_stages: int, config: EAPipeConfig) -> list[tuple[int, Channels]]:
@@ -39,9 +84,11 @@ def make_channels(transport: Transport | None, num_stages: int, config: EAPipeCo
         back = [None, *(LocalChannel(wire_dtype) for _ in range(1, num_stages)), None]
         return [(n, Channels(forward[n], forward[n + 1], back[n + 1], back[n])) for n in range(num_stages)]
     window = (config.replicas or num_stages) + 1
-    stage = rank_of(transport.rank, num_stages)
-    before, after = rank_of(stage - 1, num_stages), rank_of(stage + 1, num_stages)
+    pipeline = places_of(transport)
+    stage = rank_of(pipeline.rank, num_stages)
     is_first, is_last = stage == 0, stage == num_stages - 1
+    before = -1 if is_first else pipeline.ranks[rank_of(stage - 1, num_stages)]
+    after = -1 if is_last else pipeline.ranks[rank_of(stage + 1, num_stages)]
     to = partial(transport.channel_to, wire_dtype=wire_dtype, window=window)
     channels = Channels(
         None if is_first else transport.channel_from(before, _ACTIVATIONS, what="activations"),

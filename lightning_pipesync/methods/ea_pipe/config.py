@@ -8,10 +8,13 @@ from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
 from lightning_pipesync.methods.pipeline import PipelineSettings
+from lightning_pipesync.methods.replicas.elastic import problem_of_force
 from lightning_pipesync.methods.setting_types import Seconds
 from lightning_pipesync.methods.settings import renamed
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
+Average = Literal["gradients", "elastic"]
+Neighbors = Literal["stages", "pipelines"]
 Wire = Literal["none", "bf16", "fp16"]
 Split = Annotated[
     Literal["balanced", "parameters"] | tuple[int, ...] | tuple[str, ...],
@@ -23,6 +26,8 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 UNCLIPPED = ("weight_stashing", "naive", "spectrain")
 #: Algorithms that divide a mini-batch into micro-batches, and update after all of them.
 SYNCHRONOUS = ("gpipe", "1f1b")
+#: Algorithms in which a mini-batch updates what the next one uses, so that it can be pulled in between.
+PULLED = ("ea_pipe", *SYNCHRONOUS)
 
 
 @renamed({"sync_period": "period"})
@@ -68,6 +73,26 @@ class EAPipeConfig(PipelineSettings):
     """The smoothing of the updates from which ``spectrain`` predicts weights; 0: the last update alone. None: 0 if the
     optimizer has a momentum, else 0.9."""
 
+    num_pipelines: int = 1
+    """The number of pipelines side by side, which divide the training data: each has an equal part of the ranks, two
+    stages or more."""
+
+    average: Average = "gradients"
+    """What pipelines side by side have in common. ``gradients``: each mini-batch updates with the mean gradient of all
+    pipelines, as a mini-batch of all their samples does. ``elastic``: each pipeline trains by itself, and its weights
+    and a reference model attract each other (AvgPipe); with ``ea_pipe``, ``gpipe`` and ``1f1b``."""
+
+    average_period: int = 1
+    """With ``average="elastic"``: the number of mini-batches between two averages."""
+
+    average_force: float | Literal["auto"] = "auto"
+    """With ``average="elastic"``: the share of their distance by which a pipeline and the reference attract each other,
+    at most 1 / ``num_pipelines``. ``auto``: 0.9 / ``num_pipelines`` (EASGD)."""
+
+    neighbors: Neighbors = "stages"
+    """What neighboring ranks have, such as those of a host: the ``stages`` of one pipeline, so that averages go between
+    hosts; or the same stage of all ``pipelines``, so that activations do."""
+
     compression: Wire = "none"
     """The dtype in which activations and their gradients are sent: bf16, fp16, or none: the dtype that they have."""
 
@@ -84,7 +109,8 @@ class EAPipeConfig(PipelineSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("elastic_force", 0 < self.elastic_force < 1, "between 0 and 1")
-        self._check_least(period=1, replicas=1, micro_batches=1)
+        self._check_least(period=1, replicas=1, micro_batches=1, num_pipelines=1, average_period=1)
+        self._check_average()
         self._check_split()
         smoothing, clip_norm = self.prediction_smoothing, self.clip_norm
         self._check("prediction_smoothing", smoothing is None or 0 <= smoothing < 1, "at least 0 and less than 1")
@@ -94,6 +120,17 @@ class EAPipeConfig(PipelineSettings):
                 f"clip_norm={self.clip_norm!r} needs the norm over all stages, and algorithm={self.algorithm!r} "
                 "updates each stage before it is known: clip by value, or use another algorithm."
             )
+
+    def _check_average(self) -> None:
+        force = self.average_force
+        self._check("average_force", force == "auto" or 0 < force < 1, "'auto' or in (0, 1)")
+        if self.average == "elastic" and self.algorithm not in PULLED:
+            raise ValueError(
+                f"average='elastic' would pull weights of which algorithm={self.algorithm!r} has older versions in "
+                f"use: set average='gradients', or algorithm= to one of {', '.join(PULLED)}."
+            )
+        if force != "auto" and (problem := problem_of_force("average_force", force, self.num_pipelines, "pipelines")):
+            raise problem
 
     @property
     def split_names(self) -> tuple[str, ...] | None:
@@ -113,8 +150,14 @@ class EAPipeConfig(PipelineSettings):
                 f"{self.split!r}."
             )
 
+    def data_part(self, rank: int, world_size: int) -> tuple[int, int]:
+        count = self.num_pipelines
+        return rank // (world_size // count) if self.neighbors == "stages" else rank % count, count
+
     @property
     def lost_with_other_ranks(self) -> str | None:
+        if self.num_pipelines > 1 and self.average == "elastic":
+            return "all pipelines begin from the reference's weights"
         return "all replicas begin from the master's weights" if self.algorithm == "ea_pipe" else None
 
     def without_effect(self) -> dict[str, str]:
@@ -126,6 +169,12 @@ class EAPipeConfig(PipelineSettings):
             ignored["replicas"] = f"{chosen}, which has one set of weights: leave it out"
         else:
             ignored["micro_batches"] = f"{chosen}: set algorithm='gpipe' or '1f1b'"
+        if self.num_pipelines == 1:
+            alone = "with num_pipelines=1: set the number of pipelines side by side"
+            ignored |= dict.fromkeys(("average", "average_period", "average_force", "neighbors"), alone)
+        elif self.average != "elastic":
+            reason = f"with average={self.average!r}: set average='elastic'"
+            ignored |= dict.fromkeys(("average_period", "average_force"), reason)
         if self.algorithm != "spectrain":
             ignored["prediction_smoothing"] = f"{chosen}: set algorithm='spectrain'"
         return ignored

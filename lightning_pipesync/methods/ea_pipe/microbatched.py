@@ -15,7 +15,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
-from lightning_pipesync.methods.ea_pipe.channels import rank_of
+from lightning_pipesync.methods.ea_pipe.channels import places_of, rank_of
 from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, ModelStage
 from lightning_pipesync.methods.pipeline import Loss, Source
 
@@ -32,7 +32,7 @@ class MicroBatchedStage(ModelStage):
 
     def __init__(self, *args: Any, transport: Transport) -> None:
         super().__init__(*args)
-        self._transport = transport
+        self._transport, self._places = transport, places_of(transport)
         self._group = transport.new_group()
         self._parts = self._config.micro_batches or self._schedule.num_stages
         self._pipeline: PipelineScheduleSingle | None = None
@@ -46,12 +46,13 @@ class MicroBatchedStage(ModelStage):
         self._begin_training()
         self.weights.for_forward(self.step)
         self._loss = loss
-        if digest is not None and len(set(self._transport.gather_objects(digest))) > 1:
-            raise RuntimeError(DIFFERENT_BATCHES)
+        if digest is not None:
+            found = set(self._transport.job.gather_objects((self._places.ranks[0], digest)))
+            if len(found) > len({pipeline for pipeline, _ in found}):
+                raise RuntimeError(DIFFERENT_BATCHES)
         arguments: tuple[Any, ...] = ()
         if self._channels.activations_in is None:
-            with self._drawing(None):
-                value = source()
+            value = self._input_of(source)
             arguments = value if isinstance(value, tuple) else (value,)
         pipeline = self._pipeline_for(arguments)
         self._restore_partial()
@@ -63,10 +64,11 @@ class MicroBatchedStage(ModelStage):
         made = self._count(completes, None, [])
         if completes:
             squared_norm = None
+            self._averages.average_gradient()
             if self._config.clip_norm is not None:
                 squared = self._squared_norm(None)
                 # The parameters of other stages may have another dtype.
-                squared_norm = self._transport.all_reduce(squared.double().reshape(1)).wait()[0].to(squared.dtype)
+                squared_norm = self._places.all_reduce(squared.double().reshape(1)).wait()[0].to(squared.dtype)
             self._complete = made, squared_norm
         self._partial = self._take_gradients()  # a framework may zero them now
         return torch.stack([part.detach() for part in losses]).sum() if losses else None
@@ -78,8 +80,10 @@ class MicroBatchedStage(ModelStage):
         return self.is_complete
 
     def finish(self) -> None:
-        self._training = False
-        self.weights.load_master()
+        if self._training:
+            self._training = False
+            self.weights.load_master()
+            self._averages.consolidate(self.step)
 
     def _apply_in_time(self, squared_norm: Tensor) -> None:
         self._apply(squared_norm.sqrt())
@@ -88,8 +92,8 @@ class MicroBatchedStage(ModelStage):
         """Returns the schedule, a new one if the shapes have changed; raises a ValueError if they do not divide."""
         shapes = [tensor.shape for tensor in tensors_in(arguments)]
         uneven = max((shape[0] % self._parts for shape in shapes), default=0)
-        flags = self._transport.exchange_flags(_UNEVEN if uneven else int(shapes != self._shapes)).wait()
-        if _UNEVEN in flags:
+        flags = self._places.exchange_flags(_UNEVEN if uneven else int(shapes != self._shapes)).wait()
+        if self._averages.on_any(_UNEVEN in flags):
             raise ValueError(
                 f"The samples of a mini-batch must divide into micro_batches={self._parts} of one size: choose another "
                 "batch size, and drop the last batch if it is smaller."

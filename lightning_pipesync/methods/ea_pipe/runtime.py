@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
@@ -20,18 +21,29 @@ from lightning_pipesync.core.consistency import check_same, describe, on_all_ran
 from lightning_pipesync.core.layers import numbers_of_parameters
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
-from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
+from lightning_pipesync.methods.ea_pipe.channels import (
+    Channels,
+    line_of,
+    make_channels,
+    make_transport,
+    places_of,
+    rank_of,
+)
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
 from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
+from lightning_pipesync.methods.ea_pipe.versions import mean_state
 from lightning_pipesync.methods.method import PIECE_MB
 from lightning_pipesync.methods.metric_info import counted
 from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 
 T = TypeVar("T")
+
+#: The settings that determine the structure of a state.
+SAVED = ("algorithm", "replicas", "split_names", "num_pipelines", "average", "neighbors")
 
 
 class EAPipe(PipelineMethod):
@@ -93,7 +105,7 @@ class EAPipe(PipelineMethod):
     ) -> None:
         self.config = config_from(EAPipeConfig, config, settings)
         if optimizer_factory is None:  # one version of the weights is enough
-            self.config = replace(self.config, algorithm="naive", clip_norm=None)
+            self.config = replace(self.config, algorithm="naive", average="gradients", clip_norm=None)
         self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
         self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)
@@ -102,8 +114,13 @@ class EAPipe(PipelineMethod):
         self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
         if virtual_stages is None:
-            self.transport = Transport(self._device, timeout_s=self.config.timeout_s, backend=backend)
-            self.num_stages = self.transport.world_size
+            self.transport = make_transport(self._device, self.config, backend)
+            self.num_stages = places_of(self.transport).world_size
+        elif self.config.num_pipelines > 1:
+            raise ValueError(
+                f"num_pipelines={self.config.num_pipelines!r} needs a process for each stage of each pipeline, and "
+                "virtual_stages= has them in one: set num_pipelines=1."
+            )
         elif self.config.algorithm in SYNCHRONOUS:
             raise ValueError(
                 f"algorithm={self.config.algorithm!r} has no virtual stages, since it is SGD with larger batches: "
@@ -116,9 +133,9 @@ class EAPipe(PipelineMethod):
         except ValueError:
             self.detach()
             raise
-        warn_of_ignored(self.config, 0 if self.transport is None else self.transport.rank)
+        warn_of_ignored(self.config, 0 if self.transport is None else self.transport.job.rank)
         if self.transport is not None:
-            warn_of_one_rank(type(self).__name__, self.transport.world_size)
+            warn_of_one_rank(type(self).__name__, self.transport.job.world_size)
 
     def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
         inputs, target = batch
@@ -173,11 +190,12 @@ class EAPipe(PipelineMethod):
         if self.transport is None or not self.cuts or self._gathered:
             return
         self._gathered = True
+        broadcast_from = partial(_broadcast_by, places_of(self.transport))
         for stage in range(self.num_stages):
-            broadcast = partial(self._broadcast, src=rank_of(stage, self.num_stages))
+            broadcast = partial(broadcast_from, src=rank_of(stage, self.num_stages))
             # Through .data, so that autograd's version counters do not count this as a write to the master.
             exchange_fused([tensor.data for tensor in self._split.tensors_of(stage)], PIECE_MB, broadcast)
-        exchange_fused([tensor.data for tensor in self._others], PIECE_MB, self._broadcast)  # rank 0's, as the loss
+        exchange_fused([tensor.data for tensor in self._others], PIECE_MB, broadcast_from)  # with the last stage
 
     @property
     def cuts(self) -> list[int]:
@@ -190,7 +208,8 @@ class EAPipe(PipelineMethod):
             first, *_, last = self._split.named_layers_of(stage) * 2
             names = " to ".join(dict.fromkeys([first[0], last[0]]))
             values = sum(numbers_of_parameters(self._split.layers_of(stage)))
-            place = "" if self.transport is None else f" on rank {rank_of(stage, self.num_stages)}"
+            ranks = line_of(rank_of(stage, self.num_stages), self.num_stages, self.config)
+            place = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if self.transport else ""
             lines.append(f"stage {stage + 1} of {self.num_stages}{place}: layers {names}, {values:,.0f} parameters")
         return "\n".join(lines)
 
@@ -203,7 +222,9 @@ class EAPipe(PipelineMethod):
         return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
-        return f"{num_steps} mini-batches through {counted(self.num_stages, 'stage')}"
+        count = self.config.num_pipelines
+        of_each = f" of each of {count} pipelines" if count > 1 else ""
+        return f"{num_steps} mini-batches through {counted(self.num_stages, 'stage')}{of_each}"
 
     @property
     def counts_traffic(self) -> bool:
@@ -214,12 +235,16 @@ class EAPipe(PipelineMethod):
         if self._to_resume is not None:
             return self._to_resume
         self.flush()
-        settings = {name: getattr(self.config, name) for name in ("algorithm", "replicas", "split_names")}
+        settings = {name: getattr(self.config, name) for name in SAVED}
         return {"settings": settings, "cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
 
     def optimizer_state(self) -> dict[int, Any]:
-        """Returns the state of this rank's optimizer by the index of the parameter: the mean over the replicas."""
-        return self._stages[0].weights.optimizer_state() if self._stages else {}
+        """Returns the state of this rank's optimizer, the mean over the replicas and the pipelines."""
+        own = self._stages[0].weights.optimizer_state() if self._stages else {}
+        if self.transport is None or self.config.num_pipelines == 1:
+            return own
+        of_pipelines = [part["own"] for part in self.transport.collect_states({"own": own}) or []]
+        return mean_state(of_pipelines if self.config.average == "elastic" else of_pipelines[:1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from the result of :meth:`state_dict` on this rank; traced stages resume at the first batch.
@@ -270,9 +295,10 @@ class EAPipe(PipelineMethod):
 
         self._split, parameters = self._on_all_ranks(check)
         if self.transport is not None:
-            check_same(self.transport, describe(self.config, parameters, self._model))
-            exchange_fused([*self._model.parameters(), *self._model.buffers()], PIECE_MB, self._broadcast)
-            exchange_fused(self._others, PIECE_MB, self._broadcast)
+            check_same(self.transport.job, describe(self.config, parameters, self._model))
+            tensors = [*self._model.parameters(), *self._model.buffers(), *self._others]
+            for collectives in dict.fromkeys([self.transport, places_of(self.transport)]):  # along a line, and from it
+                exchange_fused(tensors, PIECE_MB, partial(_broadcast_by, collectives))
 
     def _check_backend(self) -> None:
         """Raises a ValueError if PyTorch's schedules would send CUDA tensors with Gloo."""
@@ -287,19 +313,14 @@ class EAPipe(PipelineMethod):
         """Raises a RuntimeError if the loss depends on another stage's layer directly: its gradient would be lost."""
         assert self.transport is not None
         self._checked = True
-        held = {id(tensor) for tensor in self._split.tensors_of(rank_of(self.transport.rank, self.num_stages))}
+        stage = rank_of(places_of(self.transport).rank, self.num_stages)
+        held = {id(tensor) for tensor in self._split.tensors_of(stage)}
         for name, layer in self._split.layers:
             if any(parameter.grad is not None and id(parameter) not in held for parameter in layer.parameters()):
                 raise RuntimeError(
                     f"The loss depends directly on the parameters of layer {name}, which is on another stage: compute "
                     "it from the output of the layers, and leave a penalty on weights to the optimizer's weight_decay."
                 )
-
-    def _broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
-        """Broadcasts ``flat`` through the host, because only the rank of its stage has it on a device."""
-        assert self.transport is not None
-        handle = self.transport.broadcast(flat.cpu(), src)
-        return Handle(lambda: flat.copy_(handle.wait()))
 
     def _begin(self, source: Source) -> None:
         """Makes the stages at the first call, which is a collective call."""
@@ -308,14 +329,14 @@ class EAPipe(PipelineMethod):
         first = rank_of(0, self.num_stages)
 
         def inspect() -> Any:
-            if self.transport is not None and self.transport.rank != first:
+            if self.transport is not None and places_of(self.transport).rank != first:
                 return None
             with torch.inference_mode(False), torch.enable_grad(), seeded(self.config.seed, 0, None, self._device):
                 return self._split.inspect(source)
 
         inspected = self._on_all_ranks(inspect)
         if self.transport is not None:
-            inspected = self.transport.gather_objects(inspected)[first]
+            inspected = self.transport.job.gather_objects(inspected)[line_of(first, self.num_stages, self.config)[0]]
         self._make_stages(lambda: self._split.choose(inspected))
         if self._to_resume is not None:
             self.load_state_dict(self._to_resume)
@@ -325,7 +346,7 @@ class EAPipe(PipelineMethod):
         if self.transport is not None:
             stage_of = {id(t): stage for stage in range(self.num_stages) for t in self._split.tensors_of(stage)}
             named = [*self._model.named_parameters(), *self._model.named_buffers()]
-            check_same(self.transport, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
+            check_same(self.transport.job, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
         channels = make_channels(self.transport, self.num_stages, self.config)
         with torch.inference_mode(False):  # the first batch may belong to a validation
             self._stages = self._on_all_ranks(lambda: [self._make_stage(*stage) for stage in channels])
@@ -339,7 +360,10 @@ class EAPipe(PipelineMethod):
 
             kind = partial(MicroBatchedStage, transport=self.transport)
         layers = self._split.layers_of(index)
-        return kind(layers, others, self._optimizer_factory, schedule, self.config, channels, self._device)
+        line = self.transport if self.config.num_pipelines > 1 else None
+        pipeline = 0 if line is None else line.rank  # each draws random numbers of its own
+        config = replace(self.config, seed=self.config.seed + pipeline)
+        return kind(layers, others, self._optimizer_factory, schedule, config, channels, self._device, line)
 
     @contextmanager
     def _receiving(self, what: str) -> Iterator[None]:
@@ -348,9 +372,16 @@ class EAPipe(PipelineMethod):
             yield
         except OutOfStepError as error:
             assert self.transport is not None
-            peer = self.transport.rank + 1
+            places = places_of(self.transport)
+            peer = places.ranks[places.rank + 1]
             raise self.transport.watch.failed_wait(f"{what} of rank {peer}", peer, error) from error
 
     def _on_all_ranks(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them."""
-        return function() if self.transport is None else on_all_ranks(self.transport, function)
+        return function() if self.transport is None else on_all_ranks(self.transport.job, function)
+
+
+def _broadcast_by(collectives: Collectives, flat: Tensor, src: int = 0) -> Handle[Tensor]:
+    """Broadcasts ``flat`` through the host, because only the rank of its stage has it on a device."""
+    handle = collectives.broadcast(flat.cpu(), src)
+    return Handle(lambda: flat.copy_(handle.wait()))

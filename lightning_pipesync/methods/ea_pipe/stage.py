@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
+from lightning_pipesync.methods.ea_pipe.averages import averages_of
 from lightning_pipesync.methods.ea_pipe.channels import Channels
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
@@ -69,7 +71,11 @@ class _Waiting:
 
 
 class ModelStage:
-    """The layers of one stage, in training; ``others`` are further parameters and buffers that this stage trains."""
+    """The layers of one stage, in training.
+
+    ``others`` are further parameters and buffers that this stage trains, and ``line`` connects the ranks that have this
+    stage in several pipelines.
+    """
 
     def __init__(
         self,
@@ -80,6 +86,7 @@ class ModelStage:
         config: EAPipeConfig,
         channels: Channels,
         device: torch.device,
+        line: Transport | None = None,
     ) -> None:
         self._layers, self._schedule, self._config = nn.Sequential(*layers).to(device), schedule, config
         self._channels, self._device = channels, device
@@ -87,6 +94,10 @@ class ModelStage:
         self._buffers = [*self._layers.buffers(), *(t for t in others if not isinstance(t, nn.Parameter))]
         self._optimizer = _optimizer_for(self._parameters, optimizer_factory)
         self.weights = WEIGHTS[config.algorithm](self._parameters, self._buffers, self._optimizer, schedule, config)
+        other_buffers = [tensor for tensor in others if not isinstance(tensor, nn.Parameter)]
+        self._averages = averages_of(
+            line, self._layers, self._parameters, other_buffers, self.weights, self._optimizer, config
+        )
         self.step = self._num_passes = 0  # of the next mini-batch; of forward passes
         self._passes: deque[_Pass] = deque()
         self._partial: list[Tensor | None] | None = None
@@ -120,11 +131,7 @@ class ModelStage:
             self._apply_waiting(norms)
             stage_input = LayerInput(tree)
         self.weights.for_forward(self.step)
-        if stage_input is None:
-            with self._drawing(None):
-                value = source()
-        else:
-            value = stage_input.tree
+        value = self._input_of(source) if stage_input is None else stage_input.tree
         with self._profiled("forward", self.step):
             with self._drawing(self._schedule.stage), self.weights.computing():
                 output = self._layers(value)
@@ -181,6 +188,7 @@ class ModelStage:
                 sender.finish()
         self._training = False
         self.weights.load_master()
+        self._averages.consolidate(self.step)
 
     @torch.no_grad()
     def infer(self, source: Source) -> Any:
@@ -199,15 +207,18 @@ class ModelStage:
         self.step = self._num_passes = 0
         self.weights.reset()
         self.weights.load_master()
+        self._averages.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to resume this stage bit for bit; call it after :meth:`finish`."""
-        return {"step": self.step, "passes": self._num_passes, "weights": self.weights.state_dict()}
+        passes, averages = self._num_passes, self._averages.state_dict()
+        return {"step": self.step, "passes": passes, "weights": self.weights.state_dict(), "averages": averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self._num_passes = state["step"], state["passes"]
         self.weights.load_state_dict(state["weights"])
         self.weights.load_master()
+        self._averages.load_state_dict(state.get("averages", {}))  # not in checkpoints of earlier versions
 
     def close(self, timeout_s: float) -> None:
         channels = self._channels
@@ -215,6 +226,13 @@ class ModelStage:
         for end in ends:
             if end is not None:
                 end.close(timeout_s)
+
+    def _input_of(self, source: Source) -> Any:
+        with self._drawing(None):
+            value = source()
+        if self._num_passes == 0:
+            self._averages.check_input(value)
+        return value
 
     def _receive(self, flushing: bool) -> Any:
         """Returns a message of the stage before: a list of norms if it empties the pipeline, else a tuple."""
@@ -236,7 +254,7 @@ class ModelStage:
 
     def _begin_training(self) -> None:
         if not self._training:
-            self.weights.leave_master()
+            self._averages.leave(self.weights.leave_master())
             self._training = True
 
     def _count(self, completes: bool, stage_input: LayerInput | None, outputs: list[Tensor]) -> _Pass:
@@ -258,12 +276,16 @@ class ModelStage:
         if pairs := [(output, gradient) for output, gradient in received if is_last or gradient is not None]:
             with self._profiled("backward", made.step):
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        if made.is_last and self._config.clip_norm is not None:
+        clips = made.is_last and self._config.clip_norm is not None
+        if clips:
+            self._averages.average_gradient()
             squared_norm = self._squared_norm(squared_norm)
         if self._channels.gradients_out is not None:
             assert made.stage_input is not None
             self._channels.gradients_out.send((made.stage_input.gradients, squared_norm))
         if made.is_last:
+            if not clips:  # the stage before need not wait
+                self._averages.average_gradient()
             self._complete = made, squared_norm
         else:
             self._partial = self._take_gradients()  # a framework may zero them now
@@ -295,6 +317,7 @@ class ModelStage:
         later = [waiting.hyperparameters for waiting in self._waiting] + [made.hyperparameters for made in self._passes]
         with profiled("update"), in_use(self._optimizer, oldest.hyperparameters, later):
             self.weights.update(oldest.step, oldest.optimizer_step)
+        self._averages.end_update(oldest.step)
         self._set_gradients(None)
 
     def _squared_norm(self, of_later_stages: Tensor | None) -> Tensor:

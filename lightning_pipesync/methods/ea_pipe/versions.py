@@ -70,6 +70,10 @@ class Versions:
         for index in range(master):
             self.copy(master, index)
 
+    def views(self, index: int) -> list[Tensor]:
+        """Returns the tensors of a version."""
+        return self._views[index]
+
     def floating(self, index: int) -> list[Tensor]:
         return [flat for flat in self._flats[index] if flat.is_floating_point()]
 
@@ -137,15 +141,19 @@ class OptimizerStates:
         return found
 
     def mean(self) -> dict[int, Any]:
-        """Returns one state, by the index of the parameter: the means of tensors, and the maxima of single numbers."""
-        states = [saved["state"] for saved in self.state()]
-        indices = {index for state in states for index in state}
-        return {index: _mean([state[index] for state in states if index in state]) for index in sorted(indices)}
+        """Returns the :func:`mean_state` of the states."""
+        return mean_state([saved["state"] for saved in self.state()])
 
     def load_state(self, state: list[dict[str, Any]]) -> None:
         for index, saved in enumerate(state):
             self.load(index)
             load_optimizer_state(self._optimizer, saved)
+
+
+def mean_state(states: Sequence[dict[int, Any]]) -> dict[int, Any]:
+    """Returns one state, by the index of the parameter: the means of tensors, and the maxima of single numbers."""
+    indices = {index for state in states for index in state}
+    return {index: _mean([state[index] for state in states if index in state]) for index in sorted(indices)}
 
 
 def _mean(states: list[State]) -> State:

@@ -71,10 +71,19 @@ class StageWeights(ABC):
         """Loads the master, which others may read and write until :meth:`leave_master`."""
         self._versions.load_master(self._parameters)
 
-    def leave_master(self) -> None:
-        """Resets every replica to the master, if it has been written to since :meth:`load_master`."""
-        if self._versions.written():
+    def leave_master(self) -> bool:
+        """Resets every replica to the master if it was written to since :meth:`load_master`; returns whether it was."""
+        written = self._versions.written()
+        if written:
             self._versions.reset()
+        return written
+
+    def master_parameters(self) -> list[Tensor]:
+        return self._versions.views(self._master)[: len(self._parameters)]
+
+    def master_buffers(self) -> list[Tensor]:
+        """Returns the master's buffers, if they have versions."""
+        return self._versions.views(self._master)[len(self._parameters) :]
 
     def reset(self) -> None:
         """Resets all versions and states to the current ones of the parameters and the optimizer."""
