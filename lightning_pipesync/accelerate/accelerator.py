@@ -36,7 +36,7 @@ from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
+from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod, PipelineSettings
 from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
@@ -153,16 +153,18 @@ class PipeSyncAccelerator(ShardingAccelerator):
     ) -> Any:
         """Prepares a loader of other than training data, or of training data in Accelerate's order.
 
-        In a pipeline all ranks load the same batches.
+        In pipelines all ranks load the same batches.
         """
         if self._loader_is_for_training:
             return self.prepare_train_loader(data_loader)
         if self._synchronizes and self._pipelined is not None and not is_prepared(data_loader):
-            return loaders.same_on_all_ranks(self, data_loader)
+            return loaders.for_pipeline(self, data_loader)
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def prepare_train_loader(self, data_loader: DataLoader[Any]) -> Any:
         """Prepares the training loader, in the order of ``partition`` and with data injection if that is set.
+
+        Pipelines side by side divide it; the ranks of each load the same batches.
 
         Its order depends on the epoch only, so a run can resume within an epoch at the same batch:
         ``loader.set_epoch(epoch)``, then ``accelerator.skip_first_batches(loader, num_batches)``.
@@ -177,6 +179,9 @@ class PipeSyncAccelerator(ShardingAccelerator):
                 "The loader was prepared before, and would be divided twice: pass the original loader to "
                 "prepare_train_loader(), and not to prepare()."
             )
+        if self._synchronizes and (plugin := self._pipelined) is not None:
+            config = cast("PipelineSettings", plugin.config)
+            return loaders.for_pipeline(self, data_loader, *config.data_part(self.process_index, self.num_processes))
         if (plugin := self._synced) is None:
             return self.prepare_data_loader(data_loader)
         prepared = loaders.for_training(self, data_loader, plugin.config, lambda: self._training_data)

@@ -100,9 +100,9 @@ def uses_work_queue(loader: Any) -> bool:
     return isinstance(getattr(loader, "batch_sampler", None), WorkQueueBatches)
 
 
-def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
-    """Returns the loader with the same batches in the same order on all ranks, for a pipeline."""
-    return _prepared(accelerator, loader, divided_by=1, seed=_shared_seed(accelerator))
+def for_pipeline(accelerator: Accelerator, loader: DataLoader[Any], part: int = 0, parts: int = 1) -> Any:
+    """Returns the loader with the same batches in the same order on all ranks of a pipeline, which has one of parts."""
+    return _prepared(accelerator, loader, divided_by=parts, part=part, seed=_shared_seed(accelerator))
 
 
 def check_training(config: Settings) -> None:
@@ -129,22 +129,25 @@ def _prepared(
     on_host: bool = False,
     seed: int | None = None,
     split_batches: bool = True,
+    part: int | None = None,
 ) -> Any:
-    """Prepares a loader as Accelerate does, divided among ``divided_by`` ranks.
+    """Prepares a loader as Accelerate does, divided among ``divided_by`` ranks; ``part`` is another one than the rank.
 
     It draws no global random numbers, so that a run that resumes within an epoch draws as many as an uninterrupted one.
     """
     generator = loader.generator
+    whole = divided_by == 1
+    own = accelerator.process_index if part is None else part
     loader.generator = generator or torch.Generator().manual_seed(torch.initial_seed() % 2**31)
     prepared = prepare_data_loader(
         loader,
         accelerator.device,
         num_processes=divided_by,
-        process_index=accelerator.process_index if divided_by > 1 else 0,
-        split_batches=accelerator.split_batches and split_batches and divided_by > 1,
+        process_index=0 if whole else own,
+        split_batches=accelerator.split_batches and split_batches and not whole,
         put_on_device=accelerator.device_placement and not on_host,
         rng_types=list(accelerator.rng_types),
-        dispatch_batches=accelerator.dispatch_batches if divided_by > 1 else False,
+        dispatch_batches=False if whole or part is not None else accelerator.dispatch_batches,
         even_batches=accelerator.even_batches,
         use_seedable_sampler=accelerator.use_seedable_sampler or seed is not None,
         data_seed=accelerator.dataloader_config.data_seed if seed is None else seed,

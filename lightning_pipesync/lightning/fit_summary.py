@@ -36,11 +36,11 @@ class FitSummary:
         method, transport = self._method, self._transport
         seconds, (num_bytes, waited) = perf_counter() - self._began, self._count_traffic()
         counted = num_steps - self._num_steps, num_bytes - self._num_bytes, (waited - self._waited) / seconds
-        steps, sent, share = (fmean(values) for values in zip(*transport.gather_objects(counted), strict=True))
-        if steps == 0 or transport.rank != 0:
+        steps, sent, share = (fmean(values) for values in zip(*transport.job.gather_objects(counted), strict=True))
+        if steps == 0 or transport.job.rank != 0:
             return None
         text = f"{type(method).__name__}: {method.summary(round(steps), self._metrics)}"
-        if transport.world_size > 1 and method.counts_traffic:
+        if transport.job.world_size > 1 and method.counts_traffic:
             text += f"; each rank sent {_mib(sent)}"
             if method.ddp_bytes is not None:
                 text += f", where DDP sends at least {_mib(steps * method.ddp_bytes)}"

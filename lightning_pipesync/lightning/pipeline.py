@@ -93,7 +93,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
             backend=self._traffic_backend,
         )
         if self._fitting:
-            check_optimizers(self._transport, self.optimizers)
+            check_optimizers(self._transport.job, self.optimizers)
         self._check_checkpoint()
 
     @override
@@ -117,8 +117,9 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks see all samples, in the same order."""
-        return {"num_replicas": 1, "rank": 0}
+        """All ranks see the samples of their pipeline, in the same order; in evaluation all samples."""
+        part, count = self.attached.data_part if self._trainer.training else (0, 1)
+        return {"num_replicas": count, "rank": part}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -280,7 +281,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         merged: dict[str, Any] = unwrapped(optimizer).state_dict()
         if self.method is None or self._interrupted:
             return merged
-        states = self._transport.collect_states({"state": self.method.optimizer_state()})
+        states = self._transport.job.collect_states({"state": self.method.optimizer_state()})
         if states is not None and any(part["state"] for part in states):
             merged["state"] = {index: values for part in states for index, values in part["state"].items()}
         return merged
