@@ -38,10 +38,12 @@ class Stages(Benchmark):
     Attributes:
         hosts: Numbers of hosts, one stage each. Not used if a launcher has started this process.
         methods: What is compared: ea_pipe, pipedream, weight_stashing, naive, spectrain, gpipe or 1f1b, each with
-            settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16.
+            settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16;
+            with num_pipelines=2 the same layers, one for each rank, are in half as many stages.
         stage_ms: Computation of a stage for each mini-batch, in milliseconds; a third of it is the forward pass.
         activation_mib: MiB of the activations of a mini-batch between two stages, and of their gradients.
-        steps: Mini-batches of one measurement.
+        parameter_mib: MiB of the parameters of a layer, which pipelines side by side average.
+        steps: Mini-batches of one measurement, of each pipeline.
         rounds: Number of measurements of each candidate, in turns.
         output: Folder for stages.json, stages.md and stages.png, of the last number of hosts.
     """
@@ -49,6 +51,7 @@ class Stages(Benchmark):
     methods: tuple[str, ...] = ("ea_pipe", "pipedream", "gpipe", "1f1b")
     stage_ms: tuple[float, ...] = (100,)
     activation_mib: float = 0.25
+    parameter_mib: float = 0.001
     steps: int = 20
     rounds: int = 3
 
@@ -57,7 +60,7 @@ class Stages(Benchmark):
     def __post_init__(self) -> None:
         for method in self.methods:
             parse_candidate(method)
-        self._check_positive("activation_mib", "steps", "rounds")
+        self._check_positive("activation_mib", "parameter_mib", "steps", "rounds")
         self._check_all_positive("stage_ms", self.stage_ms, "numbers of ms")
         super().__post_init__()
 
@@ -78,9 +81,11 @@ class Stages(Benchmark):
         return {**shared, "runs": [self._measure_run(milliseconds / 1e3, progress) for milliseconds in self.stage_ms]}
 
     def _measure_run(self, stage_seconds: float, progress: Progress) -> dict[str, Any]:
-        num_stages = dist.get_world_size()
-        batch = torch.zeros(BATCH_SIZE, max(1, round(self.activation_mib * MIB / 4 / BATCH_SIZE))), torch.zeros(1)
-        stages = {name: EmulatedStages(num_stages, stage_seconds) for name in self.methods}
+        num_layers = dist.get_world_size()
+        part = dist.get_rank() + 1.0  # of the samples: pipelines side by side have their own
+        width = max(1, round(self.activation_mib * MIB / 4 / BATCH_SIZE))
+        batch = torch.full((BATCH_SIZE, width), part), torch.zeros(1)
+        stages = {name: EmulatedStages(num_layers, stage_seconds, self.parameter_mib) for name in self.methods}
         engines = {
             name: EAPipe(stages[name], _loss, lambda ps: SGD(ps, lr=1e-3), parse_candidate(name))
             for name in self.methods
@@ -89,26 +94,28 @@ class Stages(Benchmark):
         processor = torch.zeros_like(seconds)
         for round_ in range(self.rounds):
             for i, (name, engine) in enumerate(engines.items()):
-                for _ in range(3 * num_stages):  # until the steady state
+                for _ in range(3 * num_layers):  # until the steady state
                     engine.train_batch(batch)
                 start, processor_start = time.perf_counter(), time.process_time()
                 for _ in range(self.steps):
                     engine.train_batch(batch)
-                seconds[i, round_] = (time.perf_counter() - start) / self.steps
-                processor[i, round_] = (time.process_time() - processor_start) / self.steps
+                num_mini_batches = self.steps * engine.data_part[1]
+                seconds[i, round_] = (time.perf_counter() - start) / num_mini_batches
+                processor[i, round_] = (time.process_time() - processor_start) / num_mini_batches
                 engine.flush()
                 dist.barrier()
                 progress(name)
-        traces = {name: trace(engine, stages[name], batch) for name, engine in engines.items()}
+        alone = [name for name, engine in engines.items() if engine.config.num_pipelines == 1]
+        traces = {name: trace(engines[name], stages[name], batch) for name in alone}
         for engine in engines.values():
             engine.detach()
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         dist.all_reduce(processor)
-        processor /= num_stages
+        processor /= num_layers
         return {
             "stage_seconds": stage_seconds,
             "candidates": [
-                {"name": name, "seconds": wall, "processor_seconds": busy, "trace": traces[name]}
+                {"name": name, "seconds": wall, "processor_seconds": busy, "trace": traces.get(name)}
                 for name, wall, busy in zip(engines, seconds.tolist(), processor.tolist(), strict=True)
             ],
         }
@@ -117,8 +124,13 @@ class Stages(Benchmark):
         return "\n".join(_table(result, run) for result in results for run in result["runs"])
 
     def draw(self, results: list[dict[str, Any]]) -> None:
-        """Draws a panel per candidate, with a row per stage, the first on top, and the numbers of mini-batches."""
-        candidates = results[-1]["runs"][0]["candidates"]
+        """Draws a panel per candidate with a row per stage, the first on top, and the numbers of mini-batches.
+
+        Pipelines side by side are left out.
+        """
+        candidates = [candidate for candidate in results[-1]["runs"][0]["candidates"] if candidate["trace"]]
+        if not candidates:
+            return
         num_stages, path = len(candidates[0]["trace"]), self.output / "stages.png"
         size = (11, 0.6 + (0.6 + 0.35 * num_stages) * len(candidates))
         colours = {kind: OF_PARTS[kind] for kind in ("forward", "backward")}
@@ -147,24 +159,25 @@ class EmulatedStages(nn.Sequential):
     Args:
         num_stages: the number of stages.
         stage_seconds: both passes of a mini-batch in a stage; a third of it is the forward pass.
+        parameter_mib: MiB of the parameters of a stage.
 
     Attributes:
         spans: the passes in this process, by ``time.perf_counter``.
     """
 
-    def __init__(self, num_stages: int, stage_seconds: float) -> None:
+    def __init__(self, num_stages: int, stage_seconds: float, parameter_mib: float) -> None:
         compute = EmulatedCompute(stage_seconds / 3, stage_seconds * 2 / 3)
         spans: list[Span] = []
-        super().__init__(*(EmulatedStage(compute, spans) for _ in range(num_stages)))
+        super().__init__(*(EmulatedStage(compute, spans, round(parameter_mib * MIB / 4)) for _ in range(num_stages)))
         self.spans = spans
 
 
 class EmulatedStage(nn.Module):
-    """The layer of one stage, with one trainable weight."""
+    """The layer of one stage, with so many trainable weights."""
 
-    def __init__(self, compute: EmulatedCompute, spans: list[Span]) -> None:
+    def __init__(self, compute: EmulatedCompute, spans: list[Span], num_weights: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(num_weights))
         self.compute, self.spans = compute, spans
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,7 +202,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.stage.spend("backward", len(gradient), time.perf_counter())
-        return gradient, torch.ones(()), None
+        return gradient, torch.ones_like(ctx.stage.weight), None
 
 
 def parse_candidate(text: str) -> EAPipeConfig:

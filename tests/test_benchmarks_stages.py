@@ -62,6 +62,23 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert_pictures(tmp_path, "stages")
 
 
+def measure_side_by_side() -> dict[str, Any]:
+    methods = ("naive", "naive:num_pipelines=2", "1f1b:num_pipelines=2,average=elastic")
+    stages = Stages(methods=methods, stage_ms=(3.0,), activation_mib=0.01, steps=2, rounds=1)
+    return stages.measure(lambda text: None)
+
+
+def test_pipelines_side_by_side(tmp_path: Path) -> None:
+    """They have a row in the table, and no panel in the picture."""
+    result = launch(measure_side_by_side, 4)[0]
+    [run] = result["runs"]
+    assert [candidate["trace"] is None for candidate in run["candidates"]] == [False, True, True]
+    stages = Stages(output=tmp_path)
+    assert "| naive: num_pipelines=2 |" in stages.report([result])
+    stages.draw([result])
+    assert_pictures(tmp_path, "stages")
+
+
 def test_a_method_has_its_settings() -> None:
     config = parse_candidate("ea_pipe:replicas=5,elastic_force=0.3")
     assert (config.algorithm, config.replicas, config.elastic_force) == ("ea_pipe", 5, 0.3)

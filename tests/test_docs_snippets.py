@@ -69,6 +69,10 @@ RUNS = {
         "engine.detach()",
         ranks=3,
     ),
+    ("ea_pipe", "trainer = Trainer(strategy=EAPipeStrategy(num_pipelines="): Run(ranks=4),
+    ("ea_pipe", "from torch.utils.data import DataLoader, DistributedSampler"): Run(
+        after="engine.flush()\nengine.detach()", ranks=4
+    ),
     ("fabric", "from lightning_pipesync.fabric import"): Run(after="fabric.launch()"),
     ("fabric", "with fabric.strategy.consolidated"): Run(continues=True),
     ("fabric", "from torch.utils.data import"): Run(
