@@ -70,7 +70,10 @@ def trained() -> Outcomes:
     }
     cases |= {("clipped", algorithm): partial(train_clipped, algorithm) for algorithm in ("ea_pipe", *SYNCHRONOUS)}
     cases |= {("resumed", *case): partial(resume, *case) for case in RESUMED}
-    cases |= {function: function for function in (missing_gradient, write, same_batches, make_badly, describe)}
+    cases |= {
+        function: function
+        for function in (missing_gradient, running_average, write, same_batches, make_badly, describe)
+    }
     return launch_cases(cases, PIPELINES * STAGES)
 
 
@@ -212,6 +215,21 @@ def test_a_gradient_that_only_some_pipelines_have() -> None:
         assert_equal(weights, trained()[missing_gradient][0])
         assert not torch.equal(weights[0], torch.ones(6))
         assert torch.equal(weights[1], torch.ones(6))
+
+
+def running_average() -> Tensor:
+    """The running average of the first stage's input; the last stage has none."""
+    model = layers()
+    model.insert(0, nn.BatchNorm1d(6))
+    engine = engine_of(model, algorithm="naive", split=(5,))
+    train_on(engine, range(1))
+    return gathered(engine, model)["0.running_mean"]
+
+
+def test_running_averages_are_means_over_the_pipelines() -> None:
+    means = [batch(0, pipeline)[0].mean(dim=0) for pipeline in range(PIPELINES)]
+    for found in trained()[running_average]:
+        torch.testing.assert_close(found, 0.1 * (means[0] + means[1]) / 2)
 
 
 def write() -> dict[str, Any]:

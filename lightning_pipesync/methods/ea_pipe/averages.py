@@ -81,7 +81,7 @@ class SharedBuffers(StageAverages):
     def __init__(self, weights: StageWeights, read_buffers: Callable[[], list[Tensor]], line: Transport) -> None:
         self._weights, self._line = weights, line
         read = weights.master_buffers if weights.replicates_buffers else read_buffers
-        self._buffers = NonTrainableTensors([], read, line, PIECE_MB)
+        self._buffers = NonTrainableTensors([], read, line, PIECE_MB, same_in_replica=False)
 
     def check_input(self, value: Any) -> None:
         of_pipelines = self._line.gather_objects(digest(tensors_in(value)))

@@ -26,7 +26,8 @@ class NonTrainableTensors:
     Buffers are compared with a copy. Parameters may be many, and are compared by autograd's version counter and by
     their norm, since ``p.data.copy_(...)`` does not change the counter.
 
-    ``read_buffers`` returns the current buffers, which modules may replace; ``transport`` may be replaced, too.
+    ``read_buffers`` returns the current buffers, which modules may replace; ``transport`` may be replaced, too. The ranks
+    that hold a replica together have the same tensors, or, if not ``same_in_replica``, each its own.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class NonTrainableTensors:
         read_buffers: Callable[[], list[Tensor]],
         transport: Transport,
         bucket_mb: float,
+        same_in_replica: bool = True,
     ) -> None:
+        self._same_in_replica = same_in_replica
         self._parameters, self._read_buffers = list(parameters), read_buffers
         self.transport, self._bucket_mb = transport, bucket_mb
         self._kept: dict[int, Tensor] = {}
@@ -60,7 +63,7 @@ class NonTrainableTensors:
             keep: whether to keep this rank's values for :meth:`undo_average`, until :meth:`keep_average`.
             with_parameters: False: all ranks have changed the parameters alike.
         """
-        changed, shards = self._changed(), self.transport.shards
+        changed, shards = self._changed(), self.transport.shards if self._same_in_replica else None
         anywhere = self.transport.union(changed).wait() if changed else []
         if shards is not None and changed:
             anywhere = shards.union(anywhere).wait()
