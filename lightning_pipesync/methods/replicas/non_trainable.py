@@ -26,8 +26,8 @@ class NonTrainableTensors:
     Buffers are compared with a copy. Parameters may be many, and are compared by autograd's version counter and by
     their norm, since ``p.data.copy_(...)`` does not change the counter.
 
-    ``read_buffers`` returns the current buffers, which modules may replace; ``transport`` may be replaced, too. The ranks
-    that hold a replica together have the same tensors, or, if not ``same_in_replica``, each its own.
+    ``read_buffers`` returns the current buffers, which modules may replace; ``transport`` may be replaced, too. The
+    ranks that hold a replica together have the same tensors, or, if not ``same_in_replica``, each its own.
     """
 
     def __init__(
