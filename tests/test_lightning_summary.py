@@ -175,8 +175,8 @@ class Stub(Averaging):
 
     def __init__(self, backend: str) -> None:
         """Attaches to nothing."""
-        self.transport = mock.Mock(rank=0, world_size=2, backend=backend, traffic=Traffic())
-        self.transport.gather_objects = lambda mine: [mine, (400, 6 * 2**20, 7 / 50)]
+        self.transport = mock.Mock(job=mock.Mock(rank=0, world_size=2), backend=backend, traffic=Traffic())
+        self.transport.job.gather_objects = lambda mine: [mine, (400, 6 * 2**20, 7 / 50)]
 
     def count(self, mib: int, seconds: float) -> None:
         traffic = self.transport.traffic

@@ -157,7 +157,7 @@ def test_who_does_not_answer_is_not_waited_for(what: str, words: str) -> None:
 
 @pytest.mark.parametrize(("several", "found"), [(1.2e9, 0), (2e9, 1)])
 def test_several_connections_are_recommended_where_they_carry_more(several: float, found: int) -> None:
-    with patch.object(plan_links, "measure_bandwidth", lambda connections: several):
+    with patch.object(plan_links, "measure_bandwidth", lambda connections, stride: several):
         told = several_connections(1e9)
     assert len(told) == found
     assert all(one.startswith("One TCP connection carries 8 Gbit/s, 4 carry 16 Gbit/s") for one in told)

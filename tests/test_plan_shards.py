@@ -28,6 +28,7 @@ from lightning_pipesync.lab.plan.verdict import verdict_of
 from tests.bench_runs import assert_pictures
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import raised
+from tests.own_methods import OWN
 from tests.test_plan import MIB, PROFILE, by_method, cluster
 
 #: Of PROFILE's 16 layers of a MiB on each rank, four are a group of FSDP2's.
@@ -45,7 +46,7 @@ def between(bandwidth: float, overlaps: bool = False) -> Any:
 def test_every_method_is_predicted_beside_hsdp() -> None:
     at = between(1e8)
     found = by_method(predict(WORK, at))
-    assert set(found) == {"hsdp", "dear", "pipe_sgd", "selsync", "local_sgd"}
+    assert set(found) & {"hsdp", *OWN} == {"hsdp", "dear", "pipe_sgd", "selsync", "local_sgd"}
     each = at.backend.all_reduce(4 * MIB, 4)
     assert found["hsdp"].seconds == pytest.approx(0.1 + 4 * each)
     whole = by_method(predict(WORK, cluster(1e8)))

@@ -38,9 +38,9 @@ def check_same(flags: Sequence[int], what: str, mask: int = 255, ranks: Sequence
         RuntimeError: some differ from the first's; the message names them, and says ``what`` they and it have done.
     """
     check_flags(flags, ranks)
-    first, *others = zip(ranks or range(len(flags)), flags, strict=True)
-    if different := [rank for rank, flag in others if flag & mask != first[1] & mask]:
-        raise RuntimeError(f"Rank {', '.join(map(str, different))} and rank {first[0]} {what}")
+    by_rank = list(zip(ranks or range(len(flags)), flags, strict=True))  # empty if nothing was exchanged
+    if different := [rank for rank, flag in by_rank if flag & mask != flags[0] & mask]:
+        raise RuntimeError(f"Rank {', '.join(map(str, different))} and rank {by_rank[0][0]} {what}")
 
 
 def exchange_flags(transport: Transport, flag: int) -> list[int]:
