@@ -235,7 +235,7 @@ def with_lists(options: list[str], component: Any) -> list[str]:
     again = {f"--{name}" for name, annotation in types.items() if annotation.startswith("list")}
     starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
     written: list[str] = []
-    for start, end in zip(starts, [*starts[1:], len(options)], strict=True):
+    for start, end in zip(starts, [*starts, len(options)][1:], strict=True):
         name, *values = options[start:end]
         if name in several and values and not values[0].startswith("["):
             quoted = (json.dumps(value) if re.search("[,:]", value) else value for value in values)
