@@ -17,7 +17,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
-from lightning_pipesync.core.torch_private import is_dtensor, local_tensor
+from lightning_pipesync.core.torch_private import local_tensor
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.state import check_digest, state_of_rank
@@ -130,8 +130,7 @@ def _fingerprint(models: Sequence[nn.Module]) -> int:
     for model in models:
         for tensor in model.state_dict().values():
             if isinstance(tensor, torch.Tensor):
-                own = local_tensor(tensor) if is_dtensor(tensor) else tensor
-                values = own.detach().cpu().contiguous().reshape(-1)
+                values = local_tensor(tensor).detach().cpu().contiguous().reshape(-1)
                 number = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), number)
     return number
 

@@ -12,9 +12,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from typing_extensions import override
 
 from lightning_pipesync.accelerate.private import prepared_optimizers
-from lightning_pipesync.core.dtensors import whole_of
+from lightning_pipesync.core.dtensors import has_shards
 from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.core.torch_private import found_overflow, is_dtensor
+from lightning_pipesync.core.torch_private import found_overflow
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.session import Sessions
@@ -64,7 +64,7 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
             return self._state_at_hand
         method = self.method
         state = super().state_dict() if method is None else method.optimizer_state_dict(self.optimizer)
-        if not self._is_sharded:
+        if not has_shards(self.optimizer):
             return state
         from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
 
@@ -73,7 +73,7 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a whole state; of a sharded model each rank gets its shards."""
-        if self._is_sharded and not self._is_plain:
+        if has_shards(self.optimizer) and not self._is_plain:
             from lightning_pipesync.training.sharded_state import cut_optimizer_state
 
             state_dict = cut_optimizer_state(self.optimizer, state_dict)
@@ -105,10 +105,6 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
             yield
         finally:
             self._state_at_hand = None
-
-    @property
-    def _is_sharded(self) -> bool:
-        return any(is_dtensor(whole_of(parameter)) for parameter in parameters_of(self.optimizer))
 
     def _create_states(self) -> None:
         """Takes a step with gradients and a learning rate of 0, as torch has set them, which does not count."""

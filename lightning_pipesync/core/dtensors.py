@@ -146,23 +146,16 @@ class ShardedOptimizers:
             if any(map(is_dtensor, parameters)):  # of a callback that has unfrozen layers, say
                 self._take(optimizer)
 
-    @contextmanager
-    def given_back(self) -> Iterator[None]:
-        """Context in which the optimizers have the model's parameters, and DTensors as their states."""
-        for optimizer in self._optimizers:
-            _give_back(optimizer)
-        try:
-            yield
-        finally:
-            for optimizer in self._optimizers:
-                self._take(optimizer)
+    def given_back(self) -> AbstractContextManager[None]:
+        """Returns a context in which the optimizers have the model's parameters, and DTensors as their states."""
+        return self._of_model(self._optimizers)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None] | None:
         """Returns the context of a step of one of :data:`OF_DTENSORS`, in which it has the model's own parameters.
 
         None for other optimizers.
         """
-        return self._of_model(optimizer) if type(optimizer) in OF_DTENSORS else None
+        return self._of_model([optimizer]) if type(optimizer) in OF_DTENSORS else None
 
     def release(self) -> None:
         """Gives the parameters back for good."""
@@ -172,16 +165,18 @@ class ShardedOptimizers:
             _give_back(optimizer)
 
     @contextmanager
-    def _of_model(self, optimizer: Optimizer) -> Iterator[None]:
-        _give_back(optimizer)
+    def _of_model(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        for optimizer in optimizers:
+            _give_back(optimizer)
         try:
             yield
         finally:
-            self._take(optimizer)
+            for optimizer in optimizers:
+                self._take(optimizer)
 
     def _take(self, optimizer: Optimizer) -> None:
         def local_state(value: Any) -> Any:
-            return local_tensor(value) if isinstance(value, Tensor) and is_dtensor(value) else value
+            return local_tensor(value) if isinstance(value, Tensor) else value
 
         _replace(optimizer, local_of, lambda _, value: local_state(value))
 

@@ -128,8 +128,8 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_tensor(sharded: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor: a view, which autograd does not follow."""
-    local: Tensor = sharded._local_tensor  # type: ignore[attr-defined]
+    """Returns this rank's shard of a DTensor: a view, which autograd does not follow; any other tensor itself."""
+    local: Tensor = sharded._local_tensor if is_dtensor(sharded) else sharded  # type: ignore[attr-defined]
     return local
 
 

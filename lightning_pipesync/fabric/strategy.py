@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.core.buckets import buffer_reader
-from lightning_pipesync.core.comm.exchange import exchange_fused
-from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import watch_job
@@ -129,11 +128,7 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
 
             share_weights(wrapper.module, self._replicas_of(wrapper.module))
             return wrapper
-
-        def start(flat: Tensor) -> Handle[Any]:
-            return Handle(dist.broadcast(flat, 0, async_op=True).wait)
-
-        exchange_fused([*wrapper.parameters(), *buffer_reader(wrapper)()], PIECE_MB, start)
+        broadcast_fused([*wrapper.parameters(), *buffer_reader(wrapper)()], PIECE_MB)
         return wrapper
 
     @override

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import buffer_reader
-from lightning_pipesync.core.comm.exchange import exchange_fused
-from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import local_of, whole_of
 from lightning_pipesync.core.sharding import replicas_of_model
 from lightning_pipesync.core.torch_private import map_tensors
@@ -44,13 +43,8 @@ def share_weights(module: nn.Module, replicas: DeviceMesh | None) -> None:
     replicas = replicas or replicas_of_model(module)
     if replicas is None:
         return
-    group = replicas.get_group()
-
-    def start(flat: Tensor) -> Handle[Any]:
-        return Handle(dist.broadcast(flat, group=group, group_src=0, async_op=True).wait)
-
     parameters = [local_of(parameter) for parameter in module.parameters()]
-    exchange_fused([*parameters, *buffer_reader(module)()], PIECE_MB, start)
+    broadcast_fused([*parameters, *buffer_reader(module)()], PIECE_MB, replicas.get_group())
 
 
 def load_whole_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
@@ -15,6 +16,15 @@ from lightning_pipesync.core.parameters import NamedParameter
 
 #: Buckets in flight at a time in :func:`exchange_fused`, which bounds its additional memory.
 IN_FLIGHT = 2
+
+
+def broadcast_fused(tensors: Sequence[Tensor], bucket_mb: float, group: dist.ProcessGroup | None = None) -> None:
+    """Copies the first rank's ``tensors`` to the others of a group of torch's, by default all; as exchange_fused."""
+
+    def start(flat: Tensor) -> Handle[Any]:
+        return Handle(dist.broadcast(flat, group=group, group_src=0, async_op=True).wait)
+
+    exchange_fused(tensors, bucket_mb, start)
 
 
 @torch.no_grad()

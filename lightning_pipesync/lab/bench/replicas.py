@@ -62,12 +62,12 @@ class ReplicasBenchmark(Benchmark):
         def in_shards(make: MakeCandidate, model: BenchModel) -> Candidate:
             return make(sharded(model, shards, self.reshard))
 
-        methods: list[MakeCandidate] = [partial(_wrapped, ALONE)]
+        methods: list[MakeCandidate] = [lambda model: Wrapped(ALONE, model, model.module, "compute")]
         methods += [partial(OverlappedHSDP, replicas=replicas, bucket_mb=size) for size in self.bucket_mb]
         for method in self.methods:
             methods += method_candidates(method, self.bucket_mb, replicas=replicas)
         made = [partial(in_shards, make) for make in methods]
-        return [made[0], lambda model: _wrapped(HSDP, sharded(model, mesh, self.reshard)), *made[1:]]
+        return [made[0], lambda model: hsdp(sharded(model, mesh, self.reshard)), *made[1:]]
 
 
 def device_mesh(ranks_per_replica: int, device: str = "cpu") -> DeviceMesh:
@@ -85,5 +85,6 @@ def device_mesh(ranks_per_replica: int, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (replicas, ranks_per_replica), mesh_dim_names=("replicas", "shards"))
 
 
-def _wrapped(name: str, model: BenchModel) -> Wrapped:
-    return Wrapped(name, model, model.module, "compute")
+def hsdp(model: BenchModel) -> Wrapped:
+    """A model that FSDP2 has sharded along both dimensions: what methods between replicas are compared with."""
+    return Wrapped(HSDP, model, model.module, "baseline")

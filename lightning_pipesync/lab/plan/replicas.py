@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pipesync.core.dtensors import local_of
-from lightning_pipesync.lab.bench.candidates import Wrapped, sharded
+from lightning_pipesync.lab.bench.candidates import sharded
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.replicas import HSDP, device_mesh
+from lightning_pipesync.lab.bench.replicas import device_mesh
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,6 @@ class Replicas:
 
 #: Each rank has a whole model.
 EACH_RANK = Replicas()
-
-
-def hsdp(model: BenchModel) -> Wrapped:
-    """A model that FSDP2 has sharded along both dimensions: what methods between replicas are compared with."""
-    return Wrapped(HSDP, model, model.module, "baseline")
 
 
 def bytes_by_group(module: nn.Module) -> list[int]:

@@ -17,10 +17,11 @@ from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import ddp
 from lightning_pipesync.lab.bench.method_candidate import lab_of, make_candidate
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.replicas import hsdp
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import is_baseline
-from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas, hsdp
+from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.methods.laboratory import Prediction
 
 T = TypeVar("T")
