@@ -78,6 +78,17 @@ class Training:
         return weights
 
 
+def resumed(name: str, kind: str | None, saved_at: int, folder: Path) -> dict[str, Any]:
+    """Returns the weights that a run loads, and those with which it ends."""
+    with fresh_state():
+        training = Training(name, kind)
+        training.run(0, 1)  # something else, which loading replaces
+        training.accelerator.load_state(str(folder))
+        loaded = training.weights()
+        training.run(saved_at, STEPS)
+        return {"loaded": loaded, "resumed": training.end()}
+
+
 def resume(name: str, kind: str, saved_at: int, folder: Path) -> dict[str, Any]:
     """Saves a run that goes on, and resumes it; Accelerate alone loads its checkpoint, and the other way round."""
     folder = folder / f"{name} {kind} {saved_at}"
@@ -90,13 +101,7 @@ def resume(name: str, kind: str, saved_at: int, folder: Path) -> dict[str, Any]:
         first.accelerator.save_model(first.network, str(folder / "model"))
         first.run(saved_at, STEPS)
         found["expected"] = first.end()
-    with fresh_state():
-        second = Training(name, kind)
-        second.run(0, 1)  # something else, which loading replaces
-        second.accelerator.load_state(str(folder / "method"))
-        found["loaded"] = second.weights()
-        second.run(saved_at, STEPS)
-        found["resumed"] = second.end()
+    found |= resumed(name, kind, saved_at, folder / "method")
     with fresh_state():
         alone = Training(None, kind)
         alone.accelerator.load_state(str(folder / "method"))
@@ -126,14 +131,7 @@ def resume_what_the_user_sharded(name: str, folder: Path) -> dict[str, Any]:
         found["saved"] = first.weights()
         first.run(4, STEPS)
         found["expected"] = first.end()
-    with fresh_state():
-        second = Training(name, None)
-        second.run(0, 1)
-        second.accelerator.load_state(str(folder))
-        found["loaded"] = second.weights()
-        second.run(4, STEPS)
-        found["resumed"] = second.end()
-    return found
+    return found | resumed(name, None, 4, folder)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,21 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 RESUMED = ("dear", "local_sgd", "selsync")
 
+#: Arguments of eight steps of two accumulated batches, with an evaluation and a checkpoint after each four.
+OF_EIGHT_STEPS: dict[str, Any] = {
+    "use_cpu": True,
+    "max_steps": 8,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_steps": 4,
+    "logging_steps": 1,
+    "report_to": [],
+    "disable_tqdm": True,
+    "learning_rate": 1e-2,
+}
+
 
 class Sentences(Dataset):
     """64 sentences of 8 words, which are of class 1 if the first word is one of the last."""
@@ -59,17 +74,7 @@ def train(trainer_class: Any, folder: Path, resume: bool = False, **kwargs: Any)
     """Eight steps of two accumulated batches, with an evaluation and a checkpoint after four of them."""
     arguments = TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
-        max_steps=8,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=4,
-        save_steps=4,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        learning_rate=1e-2,
+        **OF_EIGHT_STEPS,
         max_grad_norm=0,  # DeAR sums the norm in another order; it is still logged
     )
     trainer = trainer_class(model=bert(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(), **kwargs)

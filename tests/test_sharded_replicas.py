@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -90,6 +90,36 @@ def whole(module: nn.Module) -> list[Tensor]:
     return [value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for value in values]
 
 
+def take_steps(
+    sync: Any,
+    module: nn.Module,
+    optimizer: Optimizer,
+    steps: Iterable[list[tuple[Tensor, Tensor]]],
+    max_norm: float | None,
+    scaled: bool,
+    overflows: bool,
+    weight: float = 1.0,
+) -> None:
+    """Trains on the batches of ``steps``, whose losses count by ``weight``; if ``scaled``, one step may overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) if scaled else None
+    for step, batches in enumerate(steps):
+        optimizer.zero_grad()
+        for index, (inputs, targets) in enumerate(batches, start=1):
+            if scaled and step == 3 and overflows:
+                inputs = inputs * torch.inf
+            with nullcontext() if index == len(batches) else sync.no_sync():
+                loss = (module(inputs) - targets).square().mean() * weight
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        sync.reduce(scaler=scaler)
+        if max_norm is not None:
+            sync.clip(max_norm)
+        if scaler is None:
+            sync.step()
+        else:
+            sync.step(partial(scaler.step, optimizer))
+            scaler.update()
+
+
 def train(
     name: str,
     optimizer: Callable[[nn.Module], Optimizer] = adamw,
@@ -106,24 +136,9 @@ def train(
     method, settings = SETTINGS[name]
     replicas = None if mesh is None else mesh["replicas"]
     sync = METHODS[method](module, trained, replicas=replicas, timeout_s=60, **settings)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) if scaled else None
-    for step in range(STEPS):
-        trained.zero_grad()
-        batches = [batch(rank * SHARDS // per_replica + shard, step) for shard in range(SHARDS // per_replica)]
-        for index, (inputs, targets) in enumerate(passes * batches, start=1):
-            if scaled and step == 3 and rank == 0:
-                inputs = inputs * torch.inf
-            with nullcontext() if index == passes * len(batches) else sync.no_sync():
-                loss = (module(inputs) - targets).square().mean() * (per_replica / SHARDS)
-                (loss if scaler is None else scaler.scale(loss)).backward()
-        sync.reduce(scaler=scaler)
-        if max_norm is not None:
-            sync.clip(max_norm)
-        if scaler is None:
-            sync.step()
-        else:
-            sync.step(partial(scaler.step, trained))
-            scaler.update()
+    shards = range(rank * SHARDS // per_replica, (rank + 1) * SHARDS // per_replica)
+    steps = [passes * [batch(shard, step) for shard in shards] for step in range(STEPS)]
+    take_steps(sync, module, trained, steps, max_norm, scaled, rank == 0, per_replica / SHARDS)
     sync.flush()
     weights = whole(module)
     sync.detach()

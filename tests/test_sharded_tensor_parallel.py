@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.optim import AdamW
 
 from lightning_pipesync import METHODS, DeAR
 from tests.case_table import Outcomes, launch_cases
-from tests.test_sharded_replicas import SETTINGS, whole
+from tests.test_sharded_replicas import SETTINGS, take_steps, whole
 
 REPLICAS, RANKS, STEPS = 2, 2, 5
 
@@ -83,26 +82,10 @@ def train(
     method, settings = (SETTINGS | LOSSY)[name]
     replicas = mesh["replicas"] if per_replica > 1 else None
     sync = METHODS[method](module, trained, replicas=replicas, timeout_s=60, **settings)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) if scaled else None
     place, number = sync.transport.place_of_data
     assert (place, number) == (dist.get_rank() // per_replica, REPLICAS)
-    for step in range(STEPS):
-        trained.zero_grad()
-        for index in range(passes):
-            inputs, targets = batch(place + number * index, step)
-            if scaled and step == 3 and place == 0:
-                inputs = inputs * torch.inf
-            with nullcontext() if index == passes - 1 else sync.no_sync():
-                loss = (module(inputs) - targets).square().mean()
-                (loss if scaler is None else scaler.scale(loss)).backward()
-        sync.reduce(scaler=scaler)
-        if max_norm is not None:
-            sync.clip(max_norm)
-        if scaler is None:
-            sync.step()
-        else:
-            sync.step(partial(scaler.step, trained))
-            scaler.update()
+    steps = [[batch(place + number * index, step) for index in range(passes)] for step in range(STEPS)]
+    take_steps(sync, module, trained, steps, max_norm, scaled, place == 0)
     sync.flush()
     sync.detach()
     return whole(module), copies_in(module)

@@ -17,6 +17,7 @@ from lightning_pipesync import PipeSyncPlugin
 from lightning_pipesync.transformers import PipeSyncTrainerMixin
 from tests.case_table import Outcomes, launch_cases
 from tests.test_accelerate_sharded import OnCpu, ParallelismConfig, fresh_state
+from tests.test_accelerate_transformers import OF_EIGHT_STEPS
 from tests.test_sharded_replicas import REPLICAS, SHARDS, whole
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,20 +53,10 @@ def train(trainer_class: Any, folder: Path, kind: str, resume: bool = False, **k
     with fresh_state():
         arguments = TrainingArguments(
             output_dir=str(folder),
-            use_cpu=True,
             fsdp=True,
             fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": kind},
             parallelism_config=config_type(dp_replicate_size=REPLICAS, dp_shard_size=SHARDS),
-            max_steps=8,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            eval_strategy="steps",
-            eval_steps=4,
-            save_steps=4,
-            logging_steps=1,
-            report_to=[],
-            disable_tqdm=True,
-            learning_rate=1e-2,
+            **OF_EIGHT_STEPS,
             load_best_model_at_end=True,
         )
         if trainer_class is Trainer:
