@@ -96,6 +96,11 @@ from ray.train.lightning import RayDDPStrategy
 
 assert issubclass(RayDeARStrategy, RayDDPStrategy)
 """,
+    "torchft": """
+from torchft.coordination import LighthouseServer
+
+LighthouseServer(bind="127.0.0.1:0", min_replicas=1).shutdown()
+""",
     "tune": """
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.methods.dear.search import BayesianSearch, Trial

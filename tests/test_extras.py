@@ -16,6 +16,7 @@ from tests.harness import free_port
 OPTIONAL = (
     *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics", "accelerate"),
     *("transformers", "ray", "bayes_opt", "sklearn", "scipy", "pyroute2", "rich", "matplotlib"),
+    *("torchft", "opentelemetry"),
 )
 WITHOUT = f"import sys\nsys.modules |= dict.fromkeys({OPTIONAL})\n"
 

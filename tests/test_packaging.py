@@ -18,16 +18,17 @@ from lightning_pipesync.core.extras import MODULES, TWINS
 from tests.test_imports import imports_of
 
 ROOT = Path(__file__).parents[1]
-#: By folder of the package, the extra that installs what it imports besides the requirements of the package itself.
-EXTRA_OF = {
-    "methods": "tune",
-    "training": "netlab",  # rich, for its tables
-    "fabric": "lightning",
-    "lightning": "lightning",
-    "accelerate": "accelerate",
-    "transformers": "transformers",
-    "ray": "ray",
-    "lab": "all",
+#: By folder of the package, the extras that install what it imports besides the requirements of the package itself.
+EXTRAS_OF = {
+    "core": ("torchft",),
+    "methods": ("tune", "torchft"),
+    "training": ("netlab",),  # rich, for its tables
+    "fabric": ("lightning",),
+    "lightning": ("lightning",),
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers",),
+    "ray": ("ray",),
+    "lab": ("all",),
 }
 
 
@@ -67,9 +68,8 @@ def test_every_import_is_declared(project: dict[str, Any]) -> None:
     of_twins["triton"] = "torch"  # which brings it where it is for CUDA
     of_twins["safetensors"] = "accelerate"  # which requires it
     for path in [*(ROOT / "lightning_pipesync").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
-        extra = EXTRA_OF.get(path.relative_to(ROOT).parts[1], "")
-        extra = "all" if ROOT / "benchmarks" in path.parents else extra
-        known = declared(project, *filter(None, [extra]))
+        extras = EXTRAS_OF.get(path.relative_to(ROOT).parts[1], ())
+        known = declared(project, *(("all",) if ROOT / "benchmarks" in path.parents else extras))
         for module in {name.partition(".")[0] for name in imports_of(path)}:
             if module not in {"lightning_pipesync", "benchmarks", "examples", *sys.stdlib_module_names}:
                 assert installs(known, of_twins.get(module, module)), f"{path.relative_to(ROOT)} imports {module}"
@@ -83,8 +83,8 @@ def test_an_extra_has_the_modules_that_errors_name(extra: str, project: dict[str
 
 
 def test_one_extra_has_all_that_users_need(project: dict[str, Any]) -> None:
-    """But not Ray, which is large, and comes with a cluster."""
-    assert declared(project, "all") == declared(project, *(extra for extra in MODULES if extra != "ray"))
+    """But not Ray, which is large, and comes with a cluster, nor torchft, which has wheels for few machines."""
+    assert declared(project, "all") == declared(project, *(set(MODULES) - {"ray", "torchft"}))
 
 
 def test_the_oldest_constraints_are_the_lower_bounds(project: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ MODULES = {
     "netlab": ("pyroute2",),
     "plan": ("matplotlib", "pyroute2", "rich"),
     "bench": ("matplotlib", "pyroute2", "rich"),
+    "torchft": ("torchft",),
 }
 #: Packages that take the place of another one.
 TWINS = {"lightning": ("pytorch_lightning",)}
