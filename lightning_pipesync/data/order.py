@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sized
+from copy import copy
 from typing import Any, Protocol, cast
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_pipesync.core.torch_private import copy_loader
+from lightning_pipesync.data.elastic import ElasticSampler
 from lightning_pipesync.data.loaders import batch_size, counts_samples, sampler_of, with_order, with_seed_of_its_own
 from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
@@ -86,6 +88,48 @@ def in_order(
     if used * batch_size(loader) < len(sampler):
         sampler.samples_per_epoch = max(1, used * batch_size(loader))
     return loader
+
+
+def in_elastic_order(
+    loader: DataLoader[Any],
+    settings: DataSettings,
+    place_of_data: tuple[int, int],
+    seed: int | None,
+    drop_last: bool = False,
+) -> DataLoader[Any]:
+    """Returns a copy of ``loader`` whose epochs can be divided anew among members that come and go.
+
+    The user's own order stays, with a warning.
+
+    Args:
+        loader: the loader.
+        settings: those of the data.
+        place_of_data: (k, n): this is the k-th of n members.
+        seed: as in :func:`replaceable_order`.
+        drop_last: whether samples are left out that cannot be divided evenly, if the order is torch's.
+
+    Raises:
+        ValueError: all members would train on the same batches, since a batch sampler of the user's own makes them.
+    """
+    rank, world_size = place_of_data
+    order = replaceable_order(loader, settings, rank, world_size, seed, drop_last)
+    if order is None:
+        warnings.warn(
+            f"A loader with {order_in_words(loader)} cannot be divided among replicas that come and go: each trains on "
+            "what its own loader gives, which has to be data of its own. Leave out the sampler to have the data set "
+            "divided.",
+            stacklevel=4,
+        )
+        return copy(loader)
+    if not counts_samples(loader):
+        raise ValueError(
+            f"All replicas would train on the same batches: a {type(loader.batch_sampler).__name__} makes them in "
+            "torch's order, which cannot be divided among replicas that come and go. Leave out batch_sampler=, or give "
+            "each replica's a sampler with an order of its own."
+        )
+    return with_order(
+        loader, ElasticSampler(order.dataset, world_size, rank, order.shuffle, order.seed, order.drop_last)
+    )
 
 
 def with_work_queue(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_pipesync.data.elastic import ElasticOrder, ElasticSampler
 from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
 from lightning_pipesync.data.order import begin_at
 
@@ -25,7 +26,11 @@ class TrainLoader(LoaderWrapper):
             for batch in loader: ...                # first the rest of that epoch
 
     There is one iterator at a time. Other attributes are the DataLoader's: ``loader.dataset`` and so on. When resuming,
-    a sampler that is no ``ResumableSampler`` fetches the skipped batches, and its order must depend on the epoch alone.
+    a sampler that is no ``ElasticSampler`` or ``ResumableSampler`` fetches the skipped batches, and its order must
+    depend on the epoch alone.
+
+    What is left of an epoch that has an ``ElasticSampler`` can be divided anew while it is iterated over, see
+    :meth:`redivide`. What worker processes have fetched of the old division is thrown away.
 
     Args:
         loader: the DataLoader, with this rank's order, and of the same length on all ranks.
@@ -40,34 +45,72 @@ class TrainLoader(LoaderWrapper):
         self.loader = loader
         self.epoch = 0
         self._finish = finish
+        self._order = ElasticOrder(loader) if isinstance(sampler_of(loader), ElasticSampler) else None
         self._has_begun, self._num_batches = False, 0  # whether the epoch has started; its batches so far
+        self._is_elsewhere = False  # whether the next batch is one of another iteration over the DataLoader
 
     def __iter__(self) -> Iterator[Any]:
         """Iterates over the batches of an epoch. With data injection every rank must take the same number of them."""
         if self._has_begun:  # the last iteration stopped early
             self.set_epoch(self.epoch + 1)
-        self._has_begun = True
-        skipped = self._num_batches
-        begins_within = begin_at(self.loader, self.epoch, skipped)
-        self._set_epoch_of_data()
-        batches = iter(self.loader)
-        for batch in batches if begins_within else islice(batches, skipped, None):
-            self._num_batches += 1
-            yield self._finish(batch)
+        self._is_elsewhere = True
+        while self._is_elsewhere:
+            self._has_begun, self._is_elsewhere = True, False
+            rest = self._rest()
+            for batch in rest:
+                self._num_batches += 1
+                yield self._finish(batch)
+                if self._is_elsewhere:
+                    break
+            rest.close()  # ends worker processes before others start
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, which starts at its first batch, or where a resumed run is in it."""
         if epoch != self.epoch or self._has_begun:
             self.epoch, self._has_begun, self._num_batches = epoch, False, 0
+            if self._order is not None:
+                self._order.begin_at(epoch, 0)
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the epoch and the number of its batches so far."""
-        return {"epoch": self.epoch, "num_batches": self._num_batches}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the epoch and the number of its batches so far; of an ``ElasticSampler``, the :class:`Place`."""
+        if self._order is None:
+            return {"epoch": self.epoch, "num_batches": self._num_batches}
+        return self._order.place(self.epoch, self._num_batches)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next iteration resume from a ``state_dict``."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next iteration resume from a ``state_dict``; an iteration that runs continues there.
+
+        If it runs and ``state`` is in another epoch, it continues within that one.
+
+        Raises:
+            ValueError: the state is that of other data.
+        """
+        if self._order is not None and "offset" in state:
+            self._order.go_to(state)
         self.epoch, self._has_begun, self._num_batches = state["epoch"], False, state["num_batches"]
+        self._is_elsewhere = True
+
+    def redivide(self, place_of_data: tuple[int, int]) -> None:
+        """Divides what is left of the epoch, from the next batch on: this is now the k-th of n members, as in (k, n).
+
+        Members that call this do so after the same number of batches of the epoch. Without an ``ElasticSampler`` the
+        order stays.
+        """
+        if self._order is not None:
+            self._order.begin_at(self.epoch, self._num_batches)
+            self._order.divide(place_of_data)
+            self._is_elsewhere = True
+
+    def _rest(self) -> Generator[Any, None, None]:
+        """Returns the batches that are left of the epoch."""
+        skipped = self._num_batches
+        if self._order is not None:
+            self._order.begin_at(self.epoch, skipped)
+        begins_within = self._order is not None or begin_at(self.loader, self.epoch, skipped)
+        self._set_epoch_of_data()
+        batches = iter(self.loader)
+        yield from batches if begins_within else islice(batches, skipped, None)
 
     def _set_epoch_of_data(self) -> None:
         ordering: tuple[Any, ...] = (self.loader.dataset, self.loader.batch_sampler, sampler_of(self.loader))

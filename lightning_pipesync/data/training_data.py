@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -20,6 +21,7 @@ from lightning_pipesync.data.loaders import (
 )
 from lightning_pipesync.data.order import (
     DataSettings,
+    in_elastic_order,
     in_order,
     order_in_words,
     replaceable_order,
@@ -30,6 +32,16 @@ from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 
+class HasPlace(Protocol):
+    """What has a place in the data, such as a :class:`TrainLoader`, whose methods these are."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def redivide(self, place_of_data: tuple[int, int]) -> None: ...
+
+
 class TrainingData:
     """Follows a method's settings of the training data, or knows that nobody does.
 
@@ -37,10 +49,16 @@ class TrainingData:
     the settings itself. ``steps_per_epoch`` returns the number of steps of an epoch, or None if it is not known. An
     adapter to a framework sets it, or :meth:`prepare`, for which each batch is a step. ``transport`` is replaced when
     there are other ranks.
+
+    A method whose members come and go sets ``elastic`` before any loader is prepared. It calls :meth:`redivide` when
+    ``transport`` is another one, on all members after the same step, and gives a newcomer the :meth:`position` of
+    another member by :meth:`go_to`. Preparing a loader then is no collective call. An adapter adds to ``loaders`` what
+    it divides itself, and what else has a place in the data, such as a Trainer.
     """
 
     ask: Ask  # for the next batch of a work queue; the method sets it
     steps_per_epoch: Callable[[], int | None]
+    elastic = False
 
     def __init__(self, settings: DataSettings, transport: Transport) -> None:
         self.injection = None if settings.injection is None else DataInjection(*settings.injection, transport)
@@ -48,22 +66,65 @@ class TrainingData:
         self.steps_per_epoch = lambda: None
         self._settings, self.transport = settings, transport
         self._num_prepared = 0
+        self._loaders: list[weakref.ref[HasPlace]] = []
+        self._arrived: list[dict[str, Any]] = []  # places of loaders that are yet to be prepared
 
     def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None = None) -> TrainLoader:
         """See :meth:`SyncMethod.prepare_train_loader`."""
         self._num_prepared += 1
-        ordered = on_all_ranks(self.transport, lambda: self._in_order(loader, seed))
-        order = sampler_of(ordered)
-        number = order.num_batches if isinstance(order, WorkQueueBatches) else num_batches(ordered)
-        check_same(self.transport, [("the number of training batches in an epoch", str(number))])
-        self.steps_per_epoch = lambda: number
+        if self.elastic:
+            ordered = self._in_order(loader, seed)
+            self.steps_per_epoch = lambda: num_batches(ordered)
+        else:
+            ordered = on_all_ranks(self.transport, lambda: self._in_order(loader, seed))
+            order = sampler_of(ordered)
+            number = order.num_batches if isinstance(order, WorkQueueBatches) else num_batches(ordered)
+            check_same(self.transport, [("the number of training batches in an epoch", str(number))])
+            self.steps_per_epoch = lambda: number
 
         def finish(batch: Any) -> Any:
             self.followed = True
             injected = self.inject(batch)
             return injected if to_device is None else to_device(injected)
 
-        return TrainLoader(ordered, finish)
+        train_loader = TrainLoader(ordered, finish)
+        self.add(train_loader)
+        return train_loader
+
+    def add(self, loader: HasPlace) -> None:
+        """Has :meth:`redivide` divide ``loader``, as long as it exists; a newcomer's goes to where the others are."""
+        self._loaders = [known for known in self._loaders if known() is not None] + [weakref.ref(loader)]
+        if self._arrived:
+            loader.load_state_dict(self._arrived.pop(0))
+
+    def redivide(self) -> None:
+        """Divides what is left of the epoch among the members of ``transport``, from the next batch of each loader on.
+
+        All members call it after the same step; not a collective call. If the members are the same, nothing changes.
+        """
+        for loader in self._present():
+            loader.redivide(self.transport.place_of_data)
+
+    def position(self) -> list[dict[str, Any]]:
+        """Returns the place of each loader in the order in which they were prepared, for :meth:`go_to` elsewhere.
+
+        Members at the same step whose loaders divide the same data have the same position.
+        """
+        return [loader.state_dict() for loader in self._present()]
+
+    def go_to(self, position: list[dict[str, Any]]) -> None:
+        """Continues at another member's position: the loaders that are prepared, and those that will be.
+
+        Raises:
+            ValueError: a loader here has other data; if it is yet to be prepared, :meth:`prepare` raises.
+        """
+        present = self._present()
+        for loader, place in zip(present, position, strict=False):
+            loader.load_state_dict(place)
+        self._arrived = position[len(present) :]
+
+    def _present(self) -> list[HasPlace]:
+        return [loader for known in self._loaders if (loader := known()) is not None]
 
     def inject(self, batch: Any) -> Any:
         """Returns ``batch`` with other ranks' rows appended, if data injection is set."""
@@ -94,6 +155,8 @@ class TrainingData:
                 f"{type(loader).__name__}: give it the DataLoader itself; or set injection=None, and call a "
                 "DataInjection on each batch."
             )
+        if self.elastic:
+            return with_seed_of_its_own(in_elastic_order(loader, self._settings, self.transport.place_of_data, seed))
         settings, (rank, world_size) = self._settings, self.transport.place_of_data
         samples = batch_size_before_injection(loader, settings.injection, world_size)
         order = replaceable_order(loader, settings, rank, world_size, seed)
