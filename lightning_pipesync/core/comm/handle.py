@@ -31,16 +31,24 @@ class Handle(Generic[T]):
     def __init__(self, wait: Callable[[], T], finishes_early: bool = True) -> None:
         self._wait: Callable[[], T] | None = wait
         self._result: T
+        self._error: BaseException | None = None
         self.finishes_early = finishes_early
 
     def wait(self) -> T:
         """Blocks until the operation is complete and returns its result.
 
         Raises:
-            RuntimeError: a peer died, or did not answer within the transport's timeout.
+            RuntimeError: a peer died, or did not answer within the transport's timeout; and again at each
+                further call.
         """
+        if self._error is not None:
+            raise self._error
         if self._wait is not None:
-            self._result = self._wait()
+            try:
+                self._result = self._wait()
+            except RuntimeError as error:  # Gloo would wait for what has failed until its timeout
+                self._error = error
+                raise
             self._wait = None
         return self._result
 

@@ -20,9 +20,9 @@ def is_connection_error(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and _CONNECTION_ERROR.match(str(error)) is not None
 
 
-def is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException | None) -> bool:
     """Returns whether another rank has caused ``error``: a connection error, or what names the rank at fault."""
-    return is_connection_error(error) or is_connection_error(error.__cause__)
+    return error is not None and (is_connection_error(error) or is_connection_error(error.__cause__))
 
 
 def is_normal_end(error: BaseException | None) -> bool:

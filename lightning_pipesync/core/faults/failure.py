@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeAlias, TypeVar
 
@@ -122,6 +122,16 @@ class PeerWatch:
             self._heartbeat.forget_rank(rank)
         with self._diagnosing:
             self._diagnosis = None
+
+    @contextmanager
+    def despite_loss(self) -> Iterator[None]:
+        """Context that a wait for a lost peer ends quietly; the first one still raises, so that the loss is known."""
+        known = self._diagnosis is not None or is_lost_peer(sys.exc_info()[1])
+        try:
+            yield
+        except RuntimeError as error:
+            if not (known and is_lost_peer(error)):
+                raise
 
     def leave(self, error: BaseException) -> None:
         """Publishes that this rank ends with an exception.

@@ -108,10 +108,7 @@ class Fragments:
     def settle(self) -> None:
         """Waits for the averages under way, and moves them out of the buffers."""
         for fragment, pending in self._pending.items():
-            if not pending.results:
-                self._wait(fragment, pending)
-                with torch.inference_mode(False):
-                    pending.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
+            self._settle(fragment, pending)
 
     def drop(self) -> None:
         """Drops the averages under way."""
@@ -125,11 +122,17 @@ class Fragments:
         return {"replicas": self.replicas.snapshot(before), "flights": {}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's replica, the outer optimizer's state, and the averages under way."""
-        self.settle()
+        """Returns this rank's replica, the outer optimizer's state, and the averages under way.
+
+        Without those that do not arrive, once a peer is known to be lost.
+        """
+        for fragment, pending in self._pending.items():
+            with self._transport.watch.despite_loss():
+                self._settle(fragment, pending)
         saved = {
             fragment: {"due": pending.due, "results": to_cpu(pending.results), "starts": to_cpu(pending.starts)}
             for fragment, pending in self._pending.items()
+            if pending.results
         }
         return {"replicas": self.replicas.state_dict(), "flights": saved}
 
@@ -140,11 +143,18 @@ class Fragments:
         pending = state["flights"] if self._config.overlap_steps else {}
         self._pending = {fragment: PendingAverage(**saved) for fragment, saved in pending.items()}
 
+    def _settle(self, fragment: int, pending: PendingAverage) -> None:
+        if not pending.results:
+            self._wait(fragment, pending)
+            with torch.inference_mode(False):
+                pending.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
+
     def _wait(self, fragment: int, pending: PendingAverage) -> None:
-        """Waits for an average, and updates the global values."""
+        """Waits for an average, and updates the global values: all of them, or none if a peer is lost."""
         self._check(pending)
-        for handle, index in zip(pending.handles, self._fragments[fragment], strict=True):
+        for handle in pending.handles:
             handle.wait()
+        for index in self._fragments[fragment]:
             self.replicas.update_global_weights(index)
 
     def _check(self, pending: PendingAverage) -> None:

@@ -43,8 +43,7 @@ class OuterStep:
         return shard
 
     def state_of(self, index: int) -> Any:
-        state = self._optimizers[index].state_dict()["state"]
-        return map_tensors(lambda tensor: tensor.to("cpu", copy=True), state)
+        return self._optimizers[index].state_dict()["state"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "states" not in state:  # every rank had the whole state
@@ -74,6 +73,7 @@ class GlobalWeights:
         self.flats = [torch.zeros_like(flat) for flat in buckets]
         self._replicas, self._codec = replicas, codec
         self._feedback = [replicas.feedback(flat) for flat in buckets] if error_feedback else []
+        self._stepped: dict[int, GlobalValues] = {}  # own shards before the outer step of an average under way
         self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
 
     def subtract_from(self, index: int, flat: Tensor) -> None:
@@ -92,6 +92,7 @@ class GlobalWeights:
     @torch.no_grad()
     def update(self, index: int, flat: Tensor) -> None:
         """Sets them to the average in ``flat``; with a lossy codec that is a difference, and becomes the average."""
+        self._stepped.pop(index, None)
         if self.flats and self._codec.lossless:
             self.flats[index].copy_(flat)
         elif self.flats:
@@ -99,16 +100,14 @@ class GlobalWeights:
 
     def copies(self, indices: Iterable[int]) -> dict[int, GlobalValues]:
         """Returns copies on the CPU of the global values and the outer states of buckets."""
-        outer = self._outer
-        return {
-            i: (self.flats[i].to("cpu", copy=True), outer.state_of(i) if outer else {}) for i in indices if self.flats
-        }
+        return {index: self._copy(index) for index in indices if self.flats}
 
     def state_dict(self, before: Mapping[int, GlobalValues] | None = None) -> dict[str, Any]:
         """Returns, on the CPU, the global values, the outer states and the codec's residuals.
 
-        With ``before``, the :meth:`copies` of buckets from before their average under way, the state is as if no
-        average had started, and has no residuals.
+        What an average has changed that has not arrived, since a peer is lost, is undone. With ``before``, the
+        :meth:`copies` of buckets from before their average under way, the state is as if no average had started, and
+        has no residuals.
         """
         if not self.flats:
             return {}
@@ -141,11 +140,21 @@ class GlobalWeights:
         if self._outer is None:
             return
         own = self._replicas.shard(self.flats[index])
-        before = None if self._codec.lossless else own.clone()
+        before = own.clone()
+        self._stepped[index] = before, map_tensors(Tensor.clone, self._outer.state_of(index))
         stepped = self._outer.step(index, shard.to(own.device))
-        if before is None:
+        if self._codec.lossless:
             shard.copy_(stepped)
         else:  # all ranks, this one too, add the decoded difference to the global weights
             difference = stepped - before
             own.copy_(before)
             shard.copy_(difference)  # last: the copy may make the host wait
+
+    def _copy(self, index: int) -> GlobalValues:
+        """Returns copies on the CPU of a bucket's global values and outer state that all ranks agree on."""
+        values = self.flats[index].to("cpu", copy=True)
+        outer = self._outer.state_of(index) if self._outer else {}
+        if index in self._stepped:
+            own, outer = self._stepped[index]
+            self._replicas.shard(values).copy_(own)
+        return values, map_tensors(lambda tensor: tensor.to("cpu", copy=True), outer)

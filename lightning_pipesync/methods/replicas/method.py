@@ -195,7 +195,12 @@ class ReplicaMethod(SyncMethod):
             RuntimeError: a peer is lost.
         """
         if self._overlap:
-            self._overlap.wait()
+            try:
+                self._overlap.wait()
+            except RuntimeError:
+                for replicas in self._replicas:
+                    replicas.diverged = True  # not all of the average has arrived
+                raise
 
     def _together(self, section: Callable[[], T]) -> T:
         """Runs a part of a step, or of a flush, in which all ranks communicate."""
@@ -289,8 +294,13 @@ class ReplicaMethod(SyncMethod):
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's replica, optimizer states, counters and codec residuals."""
-        self.synchronize()
+        """Returns this rank's replica, optimizer states, counters and codec residuals.
+
+        Once an error has told that a peer is lost, it is not a collective call: averages that can no longer arrive
+        count as not started, and the global weights are the last that all ranks agreed on.
+        """
+        with self.transport.watch.despite_loss():
+            self.synchronize()
         return {
             "units": [unit.state_dict() for unit in self._units],
             "untrained": self._non_trainable.state_dict(),

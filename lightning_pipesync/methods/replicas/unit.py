@@ -131,7 +131,8 @@ class ReplicaUnit:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state, this rank's replica, global weights, averages under way and counters."""
-        self._drop_pass()
+        with self._transport.watch.despite_loss():
+            self._drop_pass()
         return {
             "optimizer": self.optimizer.state_dict(),
             "states_diverged": self._states_diverged,
