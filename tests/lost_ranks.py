@@ -12,23 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.faults import admission, failure, heartbeat, membership
-from lightning_pipesync.core.faults.heartbeat import Beat
+from lightning_pipesync.core.faults import failure, heartbeat
 
 #: What is to happen happens long before: on a busy machine a process may not run for some seconds.
 TIMEOUT_S = 60
-#: Seconds between two beats.
-INTERVAL = 0.2
-
-
-class SilentProcesses:
-    """In place of `Silence`: the ranks that have left, and those whose process has died or is frozen."""
-
-    def __init__(self, _: float) -> None:
-        pass
-
-    def of(self, beats: list[Beat]) -> set[int]:
-        return {rank for rank, beat in enumerate(beats) if beat.left is not None or (beat.pid and not runs(beat.pid))}
 
 
 def runs(pid: int) -> bool:
@@ -36,15 +23,6 @@ def runs(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "TZX"
     return False
-
-
-def watch_processes(**changes: float) -> None:
-    """Has this process tell by their processes which ranks are lost; `changes` are constants of the package."""
-    constants = {"STORE_S": TIMEOUT_S, "PATIENCE": TIMEOUT_S / INTERVAL, "LISTENED": TIMEOUT_S / INTERVAL, **changes}
-    heartbeat.INTERVAL = INTERVAL
-    admission.Silence = membership.Silence = SilentProcesses  # type: ignore[assignment,misc,attr-defined]
-    admission.LISTENED, membership.PATIENCE = constants["LISTENED"], constants["PATIENCE"]  # type: ignore[assignment]
-    heartbeat.STORE_S = constants["STORE_S"]
 
 
 def be_patient(beats: int = 10, store_s: float = TIMEOUT_S) -> None:

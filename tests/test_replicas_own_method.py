@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
-from lightning_pipesync.methods.replicas.settings import OnLostRank, ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from tests.case_table import launch_cases
-from tests.harness import DIED, assert_raised, launch, on_ranks, raised
-from tests.lost_ranks import TIMEOUT_S, die, watch_processes
+from tests.harness import assert_raised, on_ranks, raised
 from tests.models import Run, assert_same, state
 
 PERIOD = 4
@@ -38,7 +34,7 @@ class EveryConfig(ReplicaSettings):
     participation: float = 1.0
     ranks_per_replica: int = 1
     delta: float = 0.5
-    on_lost_rank: OnLostRank = "raise"
+    lighthouse: str | None = None
     timeout_s: float = 1800.0
 
 
@@ -63,10 +59,6 @@ class AveragesEvery(ReplicaMethod):
 
     def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> AveragingPolicy:
         return Every(self.config.period)
-
-
-class AveragesElastically(AveragesEvery, ElasticReplicaMethod):
-    name = "averages_elastically"
 
 
 class Disagrees(AveragesEvery):
@@ -120,9 +112,9 @@ def disagree(flushes_early: bool, **settings: Any) -> tuple[str, str] | None:
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "three ranks of two": (partial(attach, AveragesEvery, ranks_per_replica=3), ["ValueError", "ranks_per_replica=3"]),
     "no rank to average": (partial(attach, AveragesEvery, participation=0.2), ["ValueError", "participation=0.2"]),
-    "lost ranks": (
-        partial(attach, AveragesEvery, on_lost_rank="continue"),
-        ["ValueError", "on_lost_rank='continue'", "AveragesEvery", "ElasticReplicaMethod", "on_lost_rank='raise'"],
+    "replicas that come and go": (
+        partial(attach, AveragesEvery, lighthouse="localhost:1"),
+        ["ValueError", "lighthouse='localhost:1'", "AveragesEvery", "ElasticReplicaMethod"],
     ),
     "other steps": (partial(disagree, False), ["RuntimeError", "end_step of their policy", "must return the same"]),
     "another number": (partial(disagree, False, delta=2, period=8), ["RuntimeError", "end_step of their policy"]),
@@ -144,37 +136,10 @@ def test_what_the_engine_cannot_do_is_refused_by_name() -> None:
         ({"fragments": 0}, "fragments must be an integer of at least 1"),
         ({"ranks_per_replica": 0}, "ranks_per_replica must be an integer of at least 1"),
         ({"participation": 0.5, "compression": "int8"}, "participation=0.5 averages ranks that other rounds leave out"),
-        ({"on_lost_rank": "continue", "ranks_per_replica": 2}, "on_lost_rank='continue' excludes ranks_per_replica=2"),
+        ({"lighthouse": "localhost:1", "ranks_per_replica": 2}, "and ranks_per_replica=2 is for the ranks of one job"),
+        ({"lighthouse": "host0"}, "lighthouse must be host:port, such as 'host0:29510', got 'host0'"),
     ],
 )
 def test_settings_out_of_range_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         EveryConfig(**settings)
-
-
-def test_a_framework_refuses_to_continue_without_a_rank() -> None:
-    with pytest.raises(ValueError, match="on_lost_rank='continue' is for plain loops"):
-        EveryConfig(on_lost_rank="continue").for_framework()
-
-
-def train_with_a_loss() -> tuple[dict[str, Tensor], float, list[str]]:
-    rank = int(os.environ["RANK"])
-    watch_processes()
-    dist.init_process_group("gloo")
-    run = Run(AveragesElastically, "sgd", on_lost_rank="continue", timeout_s=TIMEOUT_S)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3 * PERIOD):
-            if step == PERIOD + 1 and rank == 2:
-                die()
-            run.step(step)
-    remaining = run.sync.metrics()["ranks"]
-    return run.end(), remaining, [str(warning.message) for warning in caught]
-
-
-def test_the_others_continue_without_a_lost_rank() -> None:
-    (first, remaining, warned), (second, _, _), died = launch(train_with_a_loss, 3, init=False, may_die=(2,))
-    assert died == DIED
-    assert remaining == 2
-    assert any("Lost rank 2" in words and "after 1 rounds" in words for words in warned)
-    assert_same(first, second)

@@ -208,7 +208,6 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "ranks_per_replica=4, and by the device mesh a replica has 2 ranks": partial(
         attach_to, LocalSGD, {"ranks_per_replica": 4}
     ),
-    "on_lost_rank='continue' is for a model": partial(attach_to, LocalSGD, {"on_lost_rank": "continue"}),
     r"injection=\(0.5, 0.5\) sends rows to all ranks": partial(attach_to, SelSync, {"injection": (0.5, 0.5)}),
     "A parameter server answers each rank by itself": partial(attach_to, ParameterServer, {}),
 }

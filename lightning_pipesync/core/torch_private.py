@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,6 +41,7 @@ require(nn.Module, "_compiled_call_impl")
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 require(profiler, "_is_profiler_enabled")
 require(torch.profiler, "_ExperimentalConfig")
+require(dist.ProcessGroupGloo, "_Options") if dist.is_gloo_available() else None
 require(multiprocessing, "_set_thread_name")
 require(DistributedDataParallel, "_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data")
 
@@ -325,6 +328,20 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     A ``clone()`` would open another one, and while it connects, a Gloo connection in the same process may stall.
     """
     return distributed_c10d._world.pg_map[group][1]
+
+
+def new_gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> dist.ProcessGroup:
+    """Returns a Gloo group that ``torch.distributed`` does not know, on the interface that has ``address``.
+
+    If ``GLOO_SOCKET_IFNAME`` is set, it is on that one. It has the methods of a process group.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options, by_name = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
+    options._timeout = timeout
+    device = gloo.create_device(interface=by_name.split(",")[0]) if by_name else gloo.create_device(hostname=address)
+    options._devices = [device]
+    group: dist.ProcessGroup = gloo(store, rank, size, options)
+    return group
 
 
 def address_of(store: dist.Store) -> str | None:

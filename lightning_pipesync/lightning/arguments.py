@@ -236,9 +236,11 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         injection: Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E.
         bucket_mb: Maximum bucket size in MiB. A bucket is exchanged in one collective.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
-        on_lost_rank: What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``:
-            they repeat the average without it, and continue, and a process that is started again takes its place at a
-            ``flush()``. In plain loops, with Gloo, and as long as rank 0 lives.
+        lighthouse: ``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that
+            of the environment variable ``PIPESYNC_LIGHTHOUSE``, which ``pipesync launch`` sets; without it all replicas
+            are in this job.
+        num_replicas: With ``lighthouse``: the number of replicas that the training begins with. None: that of the
+            environment variable ``PIPESYNC_NUM_REPLICAS``, or 1.
         checkpoint_replicas: Whether a checkpoint holds each rank's weights and optimizer state besides the average.
             Without them it is smaller by a factor of the number of ranks, and a resumed run starts from the average.
         accelerator: as in DDPStrategy.
@@ -285,7 +287,8 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         injection: tuple[float, float] | None = None,
         bucket_mb: float = 25.0,
         timeout_s: float = 1800.0,
-        on_lost_rank: Literal["raise", "continue"] = "raise",
+        lighthouse: str | None = None,
+        num_replicas: int | None = None,
         checkpoint_replicas: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[device] | None = None,

@@ -114,7 +114,8 @@ class SyncMethod(StepCalls):
                 check = partial(check_same_values, self.transport, named, self.optimizers, weights=False)
                 on_all_ranks(self.transport.job, check)
             warn_of_ignored(self.config, self.transport.rank)
-            warn_of_one_rank(type(self).__name__, self.transport.world_size)
+            if getattr(self.config, "lighthouse", None) is None:
+                warn_of_one_rank(type(self).__name__, self.transport.world_size)
             warn_of_sync_batch_norm(type(self).__name__, module, self.transport)
             exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
             check_copies(self.transport, named)

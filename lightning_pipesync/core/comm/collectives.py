@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_slice
@@ -44,6 +43,8 @@ class Collectives:
         ranks: what the processes' ranks are in the default process group.
         traffic: bytes sent and seconds waited, per kind of operation.
         watch: names the rank at fault when a wait times out.
+        waits: watches over this rank's waits here; another watch if the ranks are of several jobs.
+        background: the thread of what is under way while nobody waits, if there is one.
 
     Args:
         rank: this process' rank in the default process group.
@@ -63,12 +64,12 @@ class Collectives:
         kind: str = "",
     ) -> None:
         self.rank, self.world_size, self.ranks = ranks.index(rank), len(ranks), ranks
-        self.traffic, self.watch = traffic, watch
+        self.traffic, self.watch, self.waits = traffic, watch, watch
         self._gloo, self._nccl = gloo, nccl
         self._exchange: GlooExchange | NcclExchange | TorusExchange = nccl or gloo
         self._torus: Torus | None = None
         self._kind, self._closed = kind, False
-        self._background: CommQueue | None = None
+        self.background: CommQueue | None = None
 
     def reduce_scatter(
         self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
@@ -136,9 +137,9 @@ class Collectives:
         handle = self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, shard_hook))
         if not background or not handle.finishes_early:
             return handle
-        if self._background is None:
-            self._background = CommQueue("pipesync-background", flat.device, self.traffic)
-        return self._background.submit("all_reduce", lambda: handle)
+        if self.background is None:
+            self.background = CommQueue("pipesync-background", flat.device, self.traffic)
+        return self.background.submit("all_reduce", lambda: handle)
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat``, of any dtype, to all ranks, in place; counted at ``src``."""
@@ -146,12 +147,12 @@ class Collectives:
         if self._nccl is not None and flat.is_cuda:
             return self._handle("broadcast", self._nccl.broadcast(flat, src))
         host = flat.cpu()
-        work = dist.broadcast(host.view(torch.uint8), group=self._gloo.group, async_op=True, group_src=src)
+        work = self._gloo.group.broadcast(host.view(torch.uint8), src)
 
         def wait() -> Tensor:
             sender = self.ranks[src]
-            with self.watch.waiting(f"the broadcast of rank {sender}", None if self.rank == src else sender):
-                work.wait(self.watch.timeout)
+            with self.waits.waiting(f"the broadcast of rank {sender}", None if self.rank == src else sender):
+                work.wait(self.waits.timeout)
             return flat if host is flat else flat.copy_(host)
 
         return self._handle("broadcast", wait)
@@ -225,8 +226,8 @@ class Collectives:
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread; waits at most ``timeout_s`` seconds for operations in flight."""
         self._closed = True
-        if self._background is not None:
-            self._background.close(timeout_s)
+        if self.background is not None:
+            self.background.close(timeout_s)
 
     def _exchange_bytes(self, kind: str, own: Sequence[int], read: Callable[[Tensor], T]) -> Handle[T]:
         """All-gathers bytes; ``read`` makes the result from those of all ranks, shape ``[world_size, len(own)]``."""

@@ -40,8 +40,8 @@ class Messages:
     ) -> None:
         self._group, self._tag, self._watch, self._ahead = group, tag, watch, ahead
         self._timeout = timeout or watch.timeout
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._ranks = [dist.get_global_rank(group, peer) for peer in range(self.world_size)]
+        self.rank, self.world_size = group.rank(), group.size()
+        self._ranks = ranks_of(group)
         self._arrivals = [f"a message from rank {rank}" for rank in self._ranks]
         self._deliveries = [f"the delivery of a message to rank {rank}" for rank in self._ranks]
 
@@ -88,6 +88,11 @@ class Messages:
 
     def _sending(self, peer: int) -> Waiting:
         return Waiting(self._watch, self._deliveries[peer], self._ranks[peer])
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """Returns a group's ranks in the default process group; in itself if ``torch.distributed`` does not know it."""
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else list(range(group.size()))
 
 
 def end_waits(group: dist.ProcessGroup) -> None:

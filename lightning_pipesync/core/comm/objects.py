@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pickle import UnpicklingError
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
 
-from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.messages import Messages, ranks_of
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 
@@ -34,14 +35,17 @@ class Objects:
         self._group, self._messages = group, Messages(group, 0, watch)
         self._watch, self._traffic = watch, traffic
         self.rank, self.world_size = self._messages.rank, self._messages.world_size
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks = ranks_of(group)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Bytes are not counted."""
-        objects: list[Any] = [None] * self.world_size
+        wire = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         with self._traffic.waiting("objects"), self._watch.waiting("the objects of all ranks"):
-            dist.all_gather_object(objects, obj, group=self._group)
-        return objects
+            sizes = self._gather(torch.tensor([wire.numel()]))
+            padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+            padded[: wire.numel()] = wire
+            wires = self._gather(padded)
+        return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(wires, sizes, strict=True)]
 
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Returns every rank's ``state`` on rank 0, by rank, as :meth:`receive_state`, and None elsewhere; blocks."""
@@ -67,6 +71,11 @@ class Objects:
         """
         size = self._receive(torch.zeros(1, dtype=torch.int64), src)
         return _read(self._receive(torch.empty(int(size), dtype=torch.uint8), src), src)
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._group.allgather([gathered], [own]).wait()
+        return gathered
 
     def _receive(self, message: Tensor, src: int) -> Tensor:
         self._traffic.count("recv", 0)

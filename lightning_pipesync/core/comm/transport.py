@@ -17,6 +17,7 @@ from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
 from lightning_pipesync.core.comm.groups import ProcessGroups
 from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.line import Line
 from lightning_pipesync.core.comm.mail import Mail
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.nccl import NcclExchange
@@ -26,6 +27,9 @@ from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import meet
 from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
+
+#: Maximum seconds to wait for what is under way when the ranks change: they may be lost.
+CLOSE_S = 1.0
 
 #: No timeout; Gloo counts in nanoseconds.
 FOREVER = timedelta(days=365)
@@ -117,6 +121,19 @@ class Transport(Collectives):
         with self.watch.waiting("all ranks to connect"):
             dist.barrier(groups.everyone)
 
+    def exchange_with(self, line: Line) -> None:
+        """Exchanges with the ranks of ``line`` from now on, one of each job, in place of those along ``replicas``.
+
+        Collectives, flags, objects, states and single messages are then theirs, over Gloo.
+        """
+        if self.background is not None:
+            self.background.close(CLOSE_S)
+            self.background = None
+        self.rank, self.world_size, self.ranks = line.rank, line.size, range(line.size)
+        self._objects = Objects(line.group, line.watch, self.traffic)
+        self._gloo, self._messages = GlooExchange(line.group, line.watch), Messages(line.group, 0, line.watch)
+        self._nccl, self._exchange, self.backend, self.waits = None, self._gloo, "gloo", line.watch
+
     def send(self, tensor: Tensor, dst: int) -> Handle[None]:
         """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
         self._issue("send", tensor.numel() * tensor.element_size())
@@ -178,7 +195,7 @@ class Transport(Collectives):
     @property
     def ranks_of_replica(self) -> Sequence[int]:
         """The ranks that hold this rank's replica together."""
-        return [self.ranks[self.rank]] if self.shards is None else self.shards.ranks
+        return [dist.get_rank()] if self.shards is None else self.shards.ranks
 
     @property
     def ranks_per_replica(self) -> int:

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
 from lightning_pipesync.methods.replicas.elastic import attracted, force_of
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.settings import OnLostRank, ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, renamed
 
@@ -122,10 +122,14 @@ class LocalSGDConfig(ReplicaSettings):
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
-    on_lost_rank: OnLostRank = "raise"
-    """What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``: they repeat
-    the average without it, and continue, and a process that is started again takes its place at a ``flush()``. In plain
-    loops, with Gloo, and as long as rank 0 lives."""
+    lighthouse: str | None = None
+    """``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that of the
+    environment variable ``PIPESYNC_LIGHTHOUSE``, which ``pipesync launch`` sets; without it all replicas are in this
+    job."""
+
+    num_replicas: int | None = None
+    """With ``lighthouse``: the number of replicas that the training begins with. None: that of the environment variable
+    ``PIPESYNC_NUM_REPLICAS``, or 1."""
 
     checkpoint_replicas: bool = True
     """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
@@ -147,10 +151,10 @@ class LocalSGDConfig(ReplicaSettings):
             raise ValueError(
                 f"outer_optimizer='elastic' attracts all replicas: set participation=1, not {self.participation!r}."
             )
-        if self.undoes_averages and self.period == BY_GRADIENT:
+        if self.lighthouse is not None and self.period == BY_GRADIENT:
             raise ValueError(
-                "on_lost_rank='continue' needs no rank between two averages, and period='selsync' needs all ranks at "
-                "each step: set a period in steps or epochs."
+                f"lighthouse={self.lighthouse!r} is for replicas that meet in each round alone, and period='selsync' "
+                "needs all of them at each step: set a period in steps or epochs."
             )
 
     def elastic_force_of(self, num_replicas: int) -> float:

@@ -15,7 +15,7 @@ from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
 from lightning_pipesync.methods.metric_info import MetricInfo, counted
 from lightning_pipesync.methods.replicas.elastic import problem_of_force
 from lightning_pipesync.methods.replicas.groups import replicas_of
-from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod
+from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 

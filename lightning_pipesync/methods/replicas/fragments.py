@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +17,6 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_same, exchange_flags
-from lightning_pipesync.methods.replicas.global_weights import GlobalValues
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
@@ -41,7 +40,6 @@ class PendingAverage:
     handles: Sequence[Handle[Tensor]] = ()
     results: Sequence[Tensor] = ()  # once they have been moved out of the buffers
     starts: Sequence[Tensor] = ()  # this rank's weights when it started, if their progress since then is to stay
-    before: Mapping[int, GlobalValues] = field(default_factory=dict)  # it started, if it can be undone
 
 
 class Fragments:
@@ -66,7 +64,9 @@ class Fragments:
         number = replicas_of(transport).world_size
         outer, force = config.outer_step(optimizer, number), config.elastic_force_of(number)
         codec, feedback = config.codec_of_weights
-        self.replicas = ReplicatedTensors(self.buckets, transport, codec, feedback, outer, force)
+        self.replicas = ReplicatedTensors(
+            self.buckets, transport, codec, feedback, outer, force, keeps_global_weights=config.undoes_averages
+        )
         self._pending: dict[int, PendingAverage] = {}
 
     def __contains__(self, fragment: int) -> bool:
@@ -84,8 +84,6 @@ class Fragments:
             pending.flags = self._transport.exchange_flags(step % STEPS_AT_START)
         if not overlap:  # with overlap nobody waits yet
             self._check(pending)
-        if overlap and self._config.undoes_averages:
-            pending.before = self.replicas.global_weights.copies(buckets)
         if overlap and self._config.mixing_factor == "progress":
             pending.starts = [self.replicas.packed(index).clone() for index in buckets]
         with profiled("start average of fragment", fragment):
@@ -116,29 +114,36 @@ class Fragments:
             self._arrive(fragment)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the state as if the averages under way had not started; not a collective call."""
-        under_way = [pending.before for pending in self._pending.values() if not pending.results]
-        before = {index: values for of_fragment in under_way for index, values in of_fragment.items()}
-        return {"replicas": self.replicas.snapshot(before), "flights": {}}
+        """Returns the state as if the averages under way had not started, but for those that are settled.
+
+        Not a collective call.
+        """
+        return {"replicas": self.replicas.snapshot(), "flights": self._settled()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, the outer optimizer's state, and the averages under way.
 
-        Without those that do not arrive, once a peer is known to be lost.
+        Without those that do not arrive, once a peer is known to be lost. If averages can be undone, without all that
+        are under way, as the others may undo them.
         """
+        if self._config.undoes_averages:
+            return self.snapshot()
         for fragment, pending in self._pending.items():
             with self._transport.watch.despite_loss():
                 self._settle(fragment, pending)
-        saved = {
+        return {"replicas": self.replicas.state_dict(), "flights": self._settled()}
+
+    def _settled(self) -> dict[int, dict[str, Any]]:
+        return {
             fragment: {"due": pending.due, "results": to_cpu(pending.results), "starts": to_cpu(pending.starts)}
             for fragment, pending in self._pending.items()
             if pending.results
         }
-        return {"replicas": self.replicas.state_dict(), "flights": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` or :meth:`snapshot` returned on this rank."""
-        self.settle()
+        if not self._config.undoes_averages:
+            self.settle()
         self.replicas.load_state_dict(state["replicas"])
         pending = state["flights"] if self._config.overlap_steps else {}
         self._pending = {fragment: PendingAverage(**saved) for fragment, saved in pending.items()}

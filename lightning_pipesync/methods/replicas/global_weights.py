@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from lightning_pipesync.methods.replicas.groups import ReplicaGroups
 
 #: Returns an optimizer of some tensors.
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
-#: A bucket's global values, and the outer optimizer's state of this rank's shard of them.
-GlobalValues: TypeAlias = tuple[Tensor, Any]
 
 
 class OuterStep:
@@ -59,7 +57,7 @@ class GlobalWeights:
     """The values of each bucket that all ranks had after the last average, and how the next one changes them.
 
     Lossy codecs encode the difference to them, never the weights themselves, and the outer step needs the same
-    difference. Without either, the average itself is enough: then ``flats``, the fused values, is empty.
+    difference. Without either, the average itself is enough: then ``flats``, the fused values, may be empty.
     """
 
     def __init__(
@@ -72,13 +70,16 @@ class GlobalWeights:
     ) -> None:
         self.flats = [torch.zeros_like(flat) for flat in buckets]
         self._replicas, self._codec = replicas, codec
+        self._sends_differences = outer is not None or not codec.lossless
         self._feedback = [replicas.feedback(flat) for flat in buckets] if error_feedback else []
-        self._stepped: dict[int, GlobalValues] = {}  # own shards before the outer step of an average under way
+        self._stepped: dict[
+            int, tuple[Tensor, Any]
+        ] = {}  # own shards and outer states before the step of an average under way
         self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
 
     def subtract_from(self, index: int, flat: Tensor) -> None:
         """Replaces values of a bucket by the difference to the global ones."""
-        if self.flats:
+        if self._sends_differences:
             flat.sub_(self.flats[index])
 
     def feedback(self, index: int) -> ErrorFeedback | None:
@@ -98,27 +99,24 @@ class GlobalWeights:
         elif self.flats:
             flat.copy_(self.flats[index].add_(flat))
 
-    def copies(self, indices: Iterable[int]) -> dict[int, GlobalValues]:
-        """Returns copies on the CPU of the global values and the outer states of buckets."""
-        return {index: self._copy(index) for index in indices if self.flats}
+    def agreed(self, index: int) -> Tensor:
+        """Returns a copy of a bucket's values that all ranks agree on: not what an average under way has changed."""
+        values = self.flats[index].clone()
+        if index in self._stepped:  # looked up after the copy: an outer step begins with it, on another thread
+            self._replicas.shard(values).copy_(self._stepped[index][0])
+        return values
 
-    def state_dict(self, before: Mapping[int, GlobalValues] | None = None) -> dict[str, Any]:
-        """Returns, on the CPU, the global values, the outer states and the codec's residuals.
-
-        What an average has changed that has not arrived, since a peer is lost, is undone. With ``before``, the
-        :meth:`copies` of buckets from before their average under way, the state is as if no average had started, and
-        has no residuals.
-        """
+    def snapshot(self) -> dict[str, Any]:
+        """Returns, on the CPU, the global values and the outer states that all ranks agree on."""
         if not self.flats:
             return {}
-        values = {**self.copies(set(range(len(self.flats))) - set(before or {})), **(before or {})}
-        state = {
-            "common": [values[index][0] for index in range(len(self.flats))],
-            "outer": {"states": [values[index][1] for index in range(len(self.flats))]} if self._outer else {},
-        }
-        if before is None:
-            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
-        return state
+        outer = {"states": [self._agreed_state(index) for index in range(len(self.flats))]} if self._outer else {}
+        return {"common": [self.agreed(index).cpu() for index in range(len(self.flats))], "outer": outer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the :meth:`snapshot`, and the codec's residuals."""
+        feedback = {"feedback": [feedback.state_dict() for feedback in self._feedback]} if self.flats else {}
+        return {**self.snapshot(), **feedback}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,11 +148,10 @@ class GlobalWeights:
             own.copy_(before)
             shard.copy_(difference)  # last: the copy may make the host wait
 
-    def _copy(self, index: int) -> GlobalValues:
-        """Returns copies on the CPU of a bucket's global values and outer state that all ranks agree on."""
-        values = self.flats[index].to("cpu", copy=True)
-        outer = self._outer.state_of(index) if self._outer else {}
+    def _agreed_state(self, index: int) -> Any:
+        """Returns a copy on the CPU of the outer state of this rank's shard of a bucket."""
+        assert self._outer is not None
+        state = map_tensors(lambda tensor: tensor.to("cpu", copy=True), self._outer.state_of(index))
         if index in self._stepped:
-            own, outer = self._stepped[index]
-            self._replicas.shard(values).copy_(own)
-        return values, map_tensors(lambda tensor: tensor.to("cpu", copy=True), outer)
+            state = map_tensors(lambda tensor: tensor.to("cpu", copy=True), self._stepped[index][1])
+        return state

@@ -89,8 +89,6 @@ class ReplicaMethod(SyncMethod):
     def _transport_settings(self) -> dict[str, Any]:
         size = self.config.ranks_per_replica
         if self._mesh is not None:
-            if self.config.undoes_averages:
-                raise ValueError("on_lost_rank='continue' is for a model that every rank holds whole: leave it out.")
             by_mesh = dist.get_world_size() // self._mesh.size()
             if size not in (1, by_mesh):
                 raise ValueError(
@@ -109,13 +107,13 @@ class ReplicaMethod(SyncMethod):
             return ValueError(
                 f"participation={share!r} of {number} replicas gives none to average: set at least {1 / number:.3g}."
             )
-        return self._problem_of_losses() if self.config.undoes_averages else None
+        return None if self.config.lighthouse is None else self._problem_of_jobs()
 
-    def _problem_of_losses(self) -> ValueError | None:
-        """Returns the error if the method cannot continue without a lost rank."""
+    def _problem_of_jobs(self) -> ValueError | None:
+        """Returns the error if the replicas cannot be jobs of their own."""
         return ValueError(
-            f"on_lost_rank='continue' has no effect on {type(self).__name__}: let it inherit from "
-            "ElasticReplicaMethod in place of ReplicaMethod, or set on_lost_rank='raise'."
+            f"lighthouse={self.config.lighthouse!r} has no effect on {type(self).__name__}: let it inherit from "
+            "ElasticReplicaMethod in place of ReplicaMethod, or leave lighthouse out."
         )
 
     @property
@@ -137,7 +135,8 @@ class ReplicaMethod(SyncMethod):
         """Averages the gradient in a warm-up or a group; adopts weights that were consolidated or loaded."""
         self._units[index].average_gradient()
         if self.flushed:  # the gradient was computed at the consolidated weights
-            self._drop_averages()
+            if not self.config.undoes_averages:  # other replicas apply them
+                self._drop_averages()
             self._end_flush(keeps_average=True)
         if self._changes.loaded:
             self._together(self._reset_global_weights)

@@ -93,6 +93,21 @@ class NonTrainableTensors:
             self.average(keep=True)
             self._average = _copies(self._pick(self._kept))
 
+    @torch.no_grad()
+    def swap_in_common(self) -> None:
+        """Sets the buffers to those that all ranks had last, and keeps this rank's values for :meth:`swap_back`.
+
+        Not a collective call.
+        """
+        if self._kept:
+            return
+        first = len(self._parameters)
+        changed = self._pick(i for i, now in enumerate(self._changed()) if now and self._is_buffer(i))
+        self._kept = _copies(changed)
+        for index, tensor in changed.items():
+            tensor.copy_(self._common_buffers[index - first])
+        self._average = _copies(changed)
+
     def swap_back(self) -> None:
         """Restores this rank's values, except those of tensors that were written to since the swap."""
         tensors = self._pick(self._kept)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import ClassVar, Literal
 
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.faults.lighthouse import ADDRESS, NUMBER
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.settings import Settings
-
-OnLostRank = Literal["raise", "continue"]
 
 
 class ReplicaSettings(Settings):
@@ -34,10 +33,13 @@ class ReplicaSettings(Settings):
     lr_scale: float | Literal["auto"] = 1.0
     warmup_steps: int = 0
     average_optimizer_states: bool = False
-    on_lost_rank: OnLostRank = "raise"
+    lighthouse: str | None = None
+    num_replicas: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._set_from_environment("lighthouse", ADDRESS)
+        self._set_from_environment("num_replicas", NUMBER)
         self._check("delta", self.delta == "auto" or self.delta >= 0, "at least 0")
         self._check("lssr", 0 <= self.lssr < 1, "in [0, 1)")
         self._check_least(window=1, warmup_steps=0, fragments=1, overlap_steps=0, ranks_per_replica=1)
@@ -53,22 +55,33 @@ class ReplicaSettings(Settings):
                 "compression='none'."
             )
         self._check_data()
-        self._check_on_lost_rank()
+        self._check_jobs()
         Fusion(bucket_mb=self.bucket_mb)
 
-    def _check_on_lost_rank(self) -> None:
-        if not self.undoes_averages:
+    def _check_jobs(self) -> None:
+        """Raises a ValueError if replicas come and go, and a setting needs all of them all the time."""
+        if self.lighthouse is None:
             return
-        if self.ranks_per_replica > 1:
-            raise ValueError(
-                f"on_lost_rank='continue' excludes ranks_per_replica={self.ranks_per_replica!r}, as "
-                "the group of a lost rank has one less: set ranks_per_replica=1."
-            )
-        if self.injection is not None:
-            raise ValueError(
-                f"on_lost_rank='continue' excludes injection={self.injection!r}, which needs all ranks' rows "
-                "in each batch: set injection=None."
-            )
+        host, _, port = self.lighthouse.rpartition(":")
+        self._check("lighthouse", bool(host) and port.isdigit(), "host:port, such as 'host0:29510'")
+        self._check_least(num_replicas=1)
+        excluded = {
+            "injection": (self.injection, None, "needs all ranks' rows in each batch"),
+            "partition": (self.partition, "defdp", "gives each rank chunks of its own"),
+            "warmup_steps": (self.warmup_steps, 0, "averages the gradients of all ranks in each step"),
+            "ranks_per_replica": (self.ranks_per_replica, 1, "is for the ranks of one job"),
+        }
+        for name, (value, allowed, why) in excluded.items():
+            if value != allowed:
+                raise ValueError(
+                    f"lighthouse={self.lighthouse!r} is for replicas that come and go, and {name}={value!r} {why}: set "
+                    f"{name}={allowed!r}, or leave lighthouse out."
+                )
+
+    def _set_from_environment(self, name: str, variable: str) -> None:
+        """Sets a setting that was left out to what a launcher has put into the environment."""
+        if getattr(self, name) is None and name in self.__dataclass_fields__ and (value := os.environ.get(variable)):
+            object.__setattr__(self, name, int(value) if name == "num_replicas" else value)
 
     #: Whether ranks compare the numbers of their steps when an average starts, and before weights are consolidated.
     compares_steps: ClassVar[bool] = True
@@ -85,8 +98,8 @@ class ReplicaSettings(Settings):
 
     @property
     def undoes_averages(self) -> bool:
-        """Whether an average can be undone, until all ranks are known to have it: a rank may be lost before."""
-        return self.on_lost_rank == "continue"
+        """Whether an average can be undone, until all replicas are known to have it: one may be lost before."""
+        return self.lighthouse is not None
 
     def elastic_force_of(self, num_replicas: int) -> float:
         """Returns the share of its distance to the global weights by which a replica is attracted, and they by it."""
@@ -96,19 +109,12 @@ class ReplicaSettings(Settings):
         """Returns what makes the optimizer of the global weights; None: they become the replicas' average."""
         return None
 
-    def for_framework(self) -> Self:
-        if self.undoes_averages:
-            raise ValueError(
-                "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
-                "themselves, among all ranks. Attach the method in a loop of your own, or set on_lost_rank='raise' and "
-                "restart from a checkpoint."
-            )
-        return self
-
     def without_effect(self) -> dict[str, str]:
         ignored = {}
         if self.smoothing == 1:
             ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
+        if self.num_replicas is not None and self.lighthouse is None:
+            ignored["num_replicas"] = "without lighthouse: leave it out"
         if self.delta != "auto":
             ignored["lssr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
         return ignored

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.buckets import Bucket, shaped
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.torch_private import foreach_add_, foreach_copy_, foreach_lerp_
-from lightning_pipesync.methods.replicas.global_weights import GlobalValues, GlobalWeights, MakeOptimizer
+from lightning_pipesync.methods.replicas.global_weights import GlobalWeights, MakeOptimizer
 from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_of
 
 
@@ -29,6 +29,7 @@ class ReplicatedTensors:
         outer: makes the optimizer of the global values; None: they become the average.
         elastic_force: if not 0, the global values do not replace a rank's, but attract them by this share of their
             distance (EASGD).
+        keeps_global_weights: whether the global values are kept, also if the next average does not need them.
 
     Attributes:
         global_weights: what codecs and the outer step start from.
@@ -43,15 +44,16 @@ class ReplicatedTensors:
         error_feedback: bool = False,
         outer: MakeOptimizer | None = None,
         elastic_force: float = 0.0,
+        keeps_global_weights: bool = False,
     ) -> None:
         self.tensors = list(buckets)
         self._transport, self._replicas = transport, replicas_of(transport)
         self._codec = get_codec(codec)
         self._elastic_force = elastic_force
         self._kept: list[Bucket] = []  # this rank's values, while the average is swapped in
-        self._swapped_in = False
+        self._swapped_in: list[list[Tensor]] = []  # the average, or the global values, while they are
         self.diverged = False
-        are_kept = outer is not None or not self._codec.lossless
+        are_kept = outer is not None or not self._codec.lossless or keeps_global_weights
         flats = [bucket.flat for bucket in self._buckets] if are_kept else []
         self.global_weights = GlobalWeights(self._replicas, flats, self._codec, error_feedback, outer)
         self.set_global_weights()
@@ -158,49 +160,50 @@ class ReplicatedTensors:
         """
         if self._swapped_in or not self.diverged:
             return
-        self._keep_present()
         if self._elastic_force:
-            self._set(self.global_weights.flats)
-        else:
-            self.average()
-        self._swapped_in = True
+            self.swap_in_global_weights()
+            return
+        self._keep_present()
+        self.average()
+        self._swapped_in = [bucket.views for bucket in self._buckets]
+
+    @torch.no_grad()
+    def swap_in_global_weights(self) -> None:
+        """Sets the tensors to the global values, as :meth:`swap_in_average`; not a collective call."""
+        if self._swapped_in or not self.diverged:
+            return
+        self._keep_present()
+        for index, (bucket, tensors) in enumerate(zip(self._buckets, self.tensors, strict=True)):
+            flat = self.global_weights.agreed(index)
+            views = [shaped(flat[place], like=t) for place, t in zip(bucket.places, tensors, strict=True)]
+            foreach_copy_(tensors, views)
+            self._swapped_in.append(views)
 
     def swap_back(self) -> None:
         """Restores this rank's values, except those of tensors that were written to since the swap."""
         if not self._swapped_in:
             return
-        for kept, average, tensors in zip(self._kept, self._buckets, self.tensors, strict=True):
-            restore_unwritten(tensors, average.views, kept.views)
+        for kept, average, tensors in zip(self._kept, self._swapped_in, self.tensors, strict=True):
+            restore_unwritten(tensors, average, kept.views)
         self.keep_average()
         self.diverged = True
 
     def written_since_swap(self) -> bool:
         """Returns whether tensors were written to since :meth:`swap_in_average`; True if nothing is swapped in."""
-        pairs = zip(self._buckets, self.tensors, strict=True)
-        return not self._swapped_in or any(any(differing(tensors, average.views)) for average, tensors in pairs)
+        pairs = zip(self._swapped_in, self.tensors, strict=False)
+        return not self._swapped_in or any(any(differing(tensors, average)) for average, tensors in pairs)
 
     def keep_average(self) -> None:
         """Continues from the average, without the values that :meth:`swap_in_average` has kept."""
-        if self._swapped_in:
-            self._swapped_in = False
-            self._kept.clear()
-            for bucket in self._buckets:
+        for bucket, average in zip(self._buckets, self._swapped_in, strict=False):
+            if average is bucket.views:
                 bucket.release_memory()
+        self._swapped_in = []
+        self._kept.clear()
 
-    def adopt_average(self) -> None:
-        """Makes :meth:`swap_back` restore the average, if it is swapped in."""
-        for kept, average in zip(self._kept if self._swapped_in else [], self._buckets, strict=False):
-            kept.flat.copy_(average.flat)
-
-    def snapshot(self, before: Mapping[int, GlobalValues]) -> dict[str, Any]:
-        """Returns a state that undoes an average; ``before`` as in :meth:`GlobalWeights.state_dict`."""
-        average = to_cpu([bucket.flat for bucket in self._buckets]) if self._swapped_in else None
-        return {
-            "own": self._values(),
-            "average": average,
-            "diverged": self.diverged,
-            **self.global_weights.state_dict(before),
-        }
+    def snapshot(self) -> dict[str, Any]:
+        """Returns a state that undoes an average; not a collective call."""
+        return {"own": self._values(), "diverged": self.diverged, **self.global_weights.snapshot()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, this rank's values if they may differ, and the state of the global weights."""
@@ -215,10 +218,6 @@ class ReplicatedTensors:
         for tensors, values in zip(self.tensors, state.get("own", []), strict="own" in state):
             foreach_copy_(tensors, values)
         self.global_weights.load_state_dict(state)
-        if state.get("average") is not None:
-            self._keep_present()
-            self._set(state["average"])
-            self._swapped_in = True
 
     def _values(self) -> list[list[Tensor]]:
         present = [bucket.views for bucket in self._kept] if self._swapped_in else self.tensors
@@ -228,12 +227,6 @@ class ReplicatedTensors:
         self._kept = self._kept or [Bucket(tensors) for tensors in self.tensors]
         for kept, tensors in zip(self._kept, self.tensors, strict=True):
             kept.pack(tensors)
-
-    def _set(self, flats: Sequence[Tensor]) -> None:
-        for bucket, flat, tensors in zip(self._buckets, flats, self.tensors, strict=True):
-            bucket.take_memory()
-            bucket.flat.copy_(flat)
-            bucket.unpack(tensors)
 
 
 @torch.no_grad()

@@ -106,6 +106,10 @@ class ReplicaUnit:
             self.policy.check_consolidation()
         self._fragments.check_consolidation(self.num_steps)
 
+    def settle(self) -> None:
+        """Waits for the averages under way."""
+        self._fragments.settle()
+
     def drop_averages(self) -> None:
         """Drops the averages under way."""
         self._drop_pass()

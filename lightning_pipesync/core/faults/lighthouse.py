@@ -1,0 +1,171 @@
+"""Which replicas are there: torchft's lighthouse, asked at each round.
+
+A replica is a job of its own, in one process or several. It tells the lighthouse that it is alive, and at each round
+asks for a quorum: the replicas that take part in the round. The lighthouse answers when all that are alive have asked,
+or when they have been waited for long enough, all with the same answer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+from lightning_pipesync.core.extras import check_extra
+from lightning_pipesync.core.faults.shutdown import at_shutdown
+
+#: Seconds between two signs of life; the lighthouse waits for some of them before a replica counts as dead.
+INTERVAL_S = 0.5
+
+#: Seconds that one question lasts at most; then it is asked again: the lighthouse may have been started anew.
+QUESTION_S = 10.0
+
+#: The name of this job among the replicas; ``pipesync launch`` sets both, as do the files for other launchers.
+NAME, ADDRESS, NUMBER = "PIPESYNC_REPLICA", "PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM_REPLICAS"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a replica stands, as it tells the others when it asks for a quorum."""
+
+    completed: int = 0  # the number of rounds, or other sections, of which it has all data
+    generation: str = ""  # of the last quorum in which it has taken part; empty: it is new
+    undoable: bool = False  # whether it can undo the last section, as it does not know that all others have it
+    connected: bool = False  # whether it has a group with the others of that quorum
+    joins: bool = False  # whether it is about to begin, and not at the end of a step
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica in a quorum."""
+
+    id: str  # no two processes have the same
+    host: str
+    pid: int
+    stores: list[str]  # host:port of the store of each of its ranks, where those of a quorum can meet
+    standing: Standing
+
+    @property
+    def described(self) -> str:
+        return f"replica {self.id.partition('/')[0].lstrip('0') or 0} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The replicas that take part in a round, in the order of their names."""
+
+    members: list[Member]
+    generation: str  # of no other quorum, and later ones sort behind earlier ones
+
+
+class Lighthouse:
+    """Asks a lighthouse, and tells it that this replica is alive.
+
+    It does so until :meth:`close`, and as long as the training goes on: a call of :meth:`ask` or :meth:`go_on` is not
+    longer ago than the timeout.
+
+    Attributes:
+        id: this replica among all others: its name, and what no other process has.
+
+    Args:
+        address: ``host:port`` of the lighthouse.
+        stores: ``host:port`` of the stores of this replica's ranks.
+        timeout_s: seconds after which a lighthouse that does not answer counts as lost, and so does a replica.
+
+    Raises:
+        ModuleNotFoundError: torchft is not installed.
+        RuntimeError: the lighthouse does not answer.
+    """
+
+    def __init__(self, address: str, stores: list[str], timeout_s: float) -> None:
+        check_extra("torchft", f"lighthouse={address!r}")
+        os.environ.setdefault("RUST_LOG", "warn")  # it logs each question otherwise
+
+        from torchft.coordination import LighthouseClient
+
+        self._make = lambda: LighthouseClient(f"http://{address}", timedelta(seconds=QUESTION_S))
+        self._address, self._timeout_s = address, timeout_s
+        name = os.environ.get(NAME, "")
+        # Numbers sort as such.
+        self.id = f"{name.zfill(6) if name.isdigit() else name}/{socket.gethostname()}/{os.getpid()}/{uuid4().hex[:8]}"
+        self._described = {"host": socket.gethostname(), "pid": os.getpid(), "stores": stores}
+        self._client: Any = self._until_answered(self._make)
+        self._ended = threading.Event()
+        self.go_on()
+        self._thread = threading.Thread(target=self._beat, name="pipesync-lighthouse", daemon=True)
+        self._thread.start()
+        self._at_end = at_shutdown(lambda _: self.close(), first=True)
+
+    def ask(self, standing: Standing) -> Quorum:
+        """Returns the replicas that take part in the next round, this one included; waits for the others.
+
+        Raises:
+            RuntimeError: the lighthouse does not answer.
+        """
+        told = {**self._described, "standing": asdict(standing)}
+        while True:
+            self.go_on()
+            try:
+                answer = self._client.quorum(self.id, timedelta(seconds=QUESTION_S), data=told)
+            except TimeoutError:  # the others have not asked yet
+                continue
+            except RuntimeError:
+                self._client = self._until_answered(self._make)
+                continue
+            members = [Member(each.replica_id, **_read(each.data)) for each in answer.participants]
+            created = f"{answer.created.seconds:012d}.{answer.created.nanos:09d}"
+            number = 1 + max(int(each.standing.generation.partition("/")[0] or 0) for each in members)
+            return Quorum(sorted(members, key=lambda each: each.id), f"{number:08d}/{created}")
+
+    def go_on(self) -> None:
+        """Notes that the training goes on."""
+        self._last = time.monotonic()
+
+    def close(self) -> None:
+        """Tells no more that this replica is alive."""
+        self._ended.set()
+        self._at_end.cancel()
+
+    def _until_answered(self, function: Any) -> Any:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return function()
+            except RuntimeError as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"The lighthouse at {self._address} has not answered for timeout_s={self._timeout_s:g}: start "
+                        "it with `pipesync lighthouse`, or see whether its host can be reached. "
+                        f"({re.sub(' within timeout.*', '', str(error))})"
+                    ) from error
+                time.sleep(INTERVAL_S)
+
+    def _beat(self) -> None:
+        client = None
+        while not self._ended.wait(INTERVAL_S if client else 0):
+            if time.monotonic() - self._last > self._timeout_s:
+                continue
+            with suppress(RuntimeError, TimeoutError):
+                client = client or self._make()
+                client.heartbeat(self.id, timedelta(seconds=QUESTION_S))
+
+
+def own_address(lighthouse: str) -> str:
+    """Returns the address of this host on the way to the lighthouse, in brackets if it has colons."""
+    host, _, port = lighthouse.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+    return f"[{own}]" if ":" in own else own
+
+
+def _read(data: dict[Any, Any]) -> dict[str, Any]:
+    return {**data, "standing": Standing(**data["standing"])}

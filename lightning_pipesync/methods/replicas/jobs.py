@@ -1,0 +1,301 @@
+"""Replica methods whose replicas are jobs of their own, which come and go (``lighthouse=``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_pipesync.core.buckets import shard_slice
+from lightning_pipesync.core.comm.line import Line
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.consistency import describe, raise_if_different
+from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
+from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
+from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.methods.metric_info import MetricInfo
+from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
+from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.settings import config_from
+
+T = TypeVar("T")
+
+
+class Stateful(Protocol):
+    """What has a state, such as a scheduler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a section may change of a method, see :class:`Sections`, on ``rank`` of ``world_size`` replicas."""
+
+    rank: int
+    world_size: int
+    changes: Changes
+    units: list[dict[str, Any]]
+
+    def with_outer_states(self, change: Callable[[int, Any], Any]) -> Snapshot:
+        """Returns a copy with ``change(numel, state)`` in place of the outer state of each bucket."""
+        units = []
+        for unit in self.units:
+            replicas = unit["fragments"]["replicas"]
+            if replicas.get("outer"):
+                states = zip(replicas["common"], replicas["outer"]["states"], strict=True)
+                outer = {"states": [change(flat.numel(), state) for flat, state in states]}
+                unit = {**unit, "fragments": {**unit["fragments"], "replicas": {**replicas, "outer": outer}}}
+            units.append(unit)
+        return replace(self, units=units)
+
+
+class ElasticReplicaMethod(ReplicaMethod):
+    """A replica method whose replicas can be jobs of their own; see :class:`Sections` and :class:`ReplicaMethod`.
+
+    With ``lighthouse`` the ranks of this job have one replica, and the other replicas are jobs that come and go. Then
+    the consolidated weights are the agreed ones, of the last round, and :meth:`flush` does not communicate. Its
+    policies may communicate in :meth:`AveragingPolicy.end_step` only, and only in steps for which ``may_start`` is
+    True.
+    """
+
+    metric_infos = MappingProxyType(
+        {
+            **ReplicaMethod.metric_infos,
+            "replicas": MetricInfo("replicas in the last round, with `lighthouse`", over_ranks="same"),
+        }
+    )
+
+    _sections: Sections | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        config: Any = None,
+        *,
+        backend: str | None = None,
+        replicas: DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        config = config_from(self.config_type, config, settings)
+        if config.lighthouse is not None and not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        super().__init__(module, optimizer, config, backend=backend, replicas=replicas)
+
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
+        super()._attach(parameters)
+        self._handed: dict[str, Stateful] = {}  # what is handed over besides this method's state
+        self._received: dict[str, dict[str, Any]] = {}  # of that what nobody has asked for yet
+        self._waiting: list[int] = []  # ranks of new replicas that wait for it
+        config = self.config
+        self.data.elastic = config.lighthouse is not None
+        if config.lighthouse is not None:
+            self._sections = Sections(self, config.lighthouse, config.num_replicas or 1, config.timeout_s)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the first optimizer since the start of the training, also before this process started."""
+        return self._units[0].num_steps
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds of the first optimizer."""
+        return self._units[0].num_rounds
+
+    def metrics(self) -> dict[str, float]:
+        """Returns those of :meth:`ReplicaMethod.metrics`; with ``lighthouse`` also ``replicas``, how many there are."""
+        number = {} if self._sections is None else {"replicas": self.transport.world_size}
+        return {**super().metrics(), **number}
+
+    # --- replicas that come -----------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Joins the other replicas, before the first forward pass, after a checkpoint was loaded.
+
+        If they train already, waits for the end of their round, and takes over the weights, the optimizers' states, the
+        outer state, the number of steps and the place in the data. Does nothing without ``lighthouse``, or the second
+        time. :meth:`prepare_train_loader` calls it, too.
+
+        Raises:
+            RuntimeError: the lighthouse does not answer, or there are fewer replicas than training begins with.
+            ValueError: this replica has other settings, or another model, than the others.
+        """
+        if self._sections is None or self._sections.has_joined:
+            return
+        for of_unit in self._replicas:
+            of_unit.set_global_weights()
+        self._changes.loaded = False
+        self._sections.join()
+
+    def hand_over(self, **parts: Stateful) -> None:
+        """Adds ``parts``, such as a scheduler, to what a new replica gets from another one: their ``state_dict()``.
+
+        It is taken at the beginning of a step. In a replica that is new the state is loaded at once.
+        """
+        self._handed |= parts
+        for name in self._received.keys() & parts.keys():
+            parts[name].load_state_dict(self._received.pop(name))
+
+    def prepare_train_loader(
+        self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
+    ) -> TrainLoader:
+        """See :meth:`SyncMethod.prepare_train_loader`; replicas that come and go divide what is left of an epoch."""
+        self.join()
+        return super().prepare_train_loader(loader, seed, to_device)
+
+    def _begin(self) -> None:
+        super()._begin()
+        if self._sections is None:
+            return
+        self._sections.go_on()
+        if not self._sections.has_joined:
+            raise RuntimeError(
+                f"{type(self).__name__} has not joined the other replicas: call join() before the first forward pass, "
+                "after loading a checkpoint."
+            )
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """Sends new replicas what is handed over besides the method's state, as it is between two steps."""
+        parts = {name: part.state_dict() for name, part in self._handed.items()} if self._waiting else {}
+        while self._waiting:
+            self.transport.send_state(parts, self._waiting.pop())
+
+    def receive_rest(self, first: int) -> None:
+        """Receives from a replica what it hands over besides the method's state."""
+        self._received = self.transport.receive_state(first)
+        self.hand_over(**self._handed)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """See :meth:`ReplicaMethod.flush`; with ``lighthouse`` sets the weights to those of the last round."""
+        if self._sections is None:
+            super().flush()
+            return
+        if self.flushed:
+            return
+        self.synchronize()
+        for tensors in self._replicas:
+            tensors.swap_in_global_weights()
+        self._non_trainable.swap_in_common()
+        self.flushed = True
+
+    def settle(self) -> None:
+        """Waits for the averages under way."""
+        for unit in self._units:
+            unit.settle()
+
+    def snapshot(self) -> Snapshot:
+        units = [unit.snapshot() for unit in self._units]
+        return Snapshot(self.transport.rank, self.transport.world_size, replace(self._changes), units)
+
+    def regroup(self, line: Line, snapshot: Snapshot, first: int, new: Sequence[int]) -> None:
+        """Continues from ``snapshot`` with the replicas of ``line``; a collective call of them.
+
+        The ranks ``new`` of it continue from the snapshot of ``first``. Averages under way are dropped, and a lossy
+        codec's residuals start at zero.
+        """
+        self.transport.exchange_with(line)
+        is_new = line.rank in new
+        if is_new:
+            snapshot = self._take_over(self.transport.receive_state(first))
+        elif line.rank == first and new:
+            handover = self._handover(snapshot)
+            for rank in new:
+                self.transport.send_state(handover, rank)
+            self._waiting = list(new)
+        for unit in self._units:
+            unit.close()
+        self._units = self._new_units()
+        present = snapshot.with_outer_states(partial(_resharded, snapshot.rank, snapshot.world_size, self.transport))
+        for unit, saved in zip(self._units, present.units, strict=True):
+            unit.restore(saved)
+        self._changes = replace(snapshot.changes)
+
+    def undo_averages(self) -> None:
+        """Restores the tensors that no optimizer updates; not a collective call."""
+        for tensors in (self._non_trainable, *self._followers):
+            tensors.undo_average()
+
+    def _together(self, section: Callable[[], T]) -> T:
+        return section() if self._sections is None else self._sections.run(section)
+
+    def _problem_of_jobs(self) -> ValueError | None:
+        if (number := dist.get_world_size()) == 1:
+            return None
+        return ValueError(
+            f"lighthouse={self.config.lighthouse!r} makes each job a replica, and this job has {number} ranks: start "
+            "one process for each replica, or leave lighthouse out to have the replicas in this job."
+        )
+
+    def _detach(self, timeout_s: float) -> None:
+        if self._sections is not None:
+            self._sections.leave()
+        super()._detach(timeout_s)
+        if self._sections is not None:
+            self._sections.close()
+
+    # --- what is handed over ----------------------------------------------------------------------------------------
+
+    def _handover(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Returns what a replica that is new gets from this one."""
+        return {
+            "described": describe(self.config, self._parameters, self._module),
+            "tensors": [tensor.detach() for tensor in self._all_tensors()],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "data": self.data.position(),
+            "snapshot": {**vars(snapshot), "changes": asdict(snapshot.changes)},
+        }
+
+    @torch.no_grad()
+    def _take_over(self, handover: dict[str, Any]) -> Snapshot:
+        """Takes over the state of another replica; returns the snapshot to continue from.
+
+        Raises:
+            ValueError: this replica has other settings, or another model.
+        """
+        described = describe(self.config, self._parameters, self._module)
+        raise_if_different(handover["described"], described, self.transport.rank)
+        foreach_copy_(self._all_tensors(), handover["tensors"])
+        for optimizer, state in zip(self.optimizers, handover["optimizers"], strict=True):
+            load_optimizer_state(optimizer, state)
+        self._non_trainable.mark_common()
+        self.data.go_to(handover["data"])
+        saved = handover["snapshot"]
+        return Snapshot(**{**saved, "changes": Changes(**saved["changes"])}).with_outer_states(_zeroed)
+
+    def _all_tensors(self) -> list[Tensor]:
+        return [*(parameter.tensor for parameter in self._parameters), *self._read_buffers()]
+
+
+def _resharded(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
+    """Returns the outer state of this rank's present shard of a bucket of ``numel`` values; a collective call.
+
+    ``outer`` is that of the shard of ``rank`` among ``world_size`` ranks. A lost rank's part of the state is zero.
+    """
+
+    def resharded(tensor: Tensor) -> Tensor:
+        if not tensor.dim():  # a counter of steps, which is the same on all ranks
+            return tensor
+        flat = torch.zeros(numel, dtype=tensor.dtype)
+        flat[shard_slice(numel, rank, world_size)] = tensor
+        return transport.shard(transport.all_reduce(flat).wait()).clone()
+
+    return map_tensors(resharded, outer)
+
+
+def _zeroed(numel: int, outer: Any) -> Any:
+    """Returns an outer state of zeros: the others contribute theirs when the state is resharded."""
+    return map_tensors(lambda tensor: torch.zeros_like(tensor) if tensor.dim() else tensor, outer)

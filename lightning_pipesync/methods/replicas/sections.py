@@ -1,0 +1,251 @@
+"""Sections: what replicas that come and go do together, such as a round, all of a quorum or none.
+
+[Note: what is undone]
+Replicas communicate in sections: the end of a step in which an average starts or is applied. Before each one a replica
+asks the lighthouse who takes part (:class:`Lighthouse`). One that has all data of a section sends one byte to all
+others, and goes on when it has theirs. If that fails, those that are left agree on what is complete (:func:`agree`),
+undo a section that one of them misses, and repeat it from each replica's weights before it: the outcome is a round of
+those that are left.
+
+[Note: who comes]
+A replica that is new joins before its first step: it asks, too, and so is in the quorum of the others' next section.
+When that is complete, the others make another group, with it, and the first of them hands over what it knows.
+
+[Note: one question for two sections]
+One that has broken off a section which turns out to be complete asks while others are at the next section. Their answer
+is one of both: it does not ask again before the next one. Until then it also keeps its share of the data, as the others
+did.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from lightning_pipesync.core.comm.line import Line, give_up, open_store
+from lightning_pipesync.core.faults.agreement import Agreement, agree
+from lightning_pipesync.core.faults.errors import is_lost_peer
+from lightning_pipesync.core.faults.lighthouse import Lighthouse, Member, Standing, own_address
+
+if TYPE_CHECKING:
+    from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod, Snapshot
+
+#: Seconds between two questions while there are fewer replicas than training begins with.
+ASK_S = 0.1
+
+T = TypeVar("T")
+
+
+class Sections:
+    """Runs the sections of a method, with the replicas of each quorum; see the notes of this module.
+
+    Attributes:
+        completed: the number of sections so far.
+        generation: of the last quorum.
+        has_joined: whether this replica is one of those that train.
+
+    Args:
+        method: attached.
+        lighthouse: ``host:port``.
+        num_replicas: the number of replicas that training begins with.
+        timeout_s: seconds after which a replica, or a lighthouse, that does not answer counts as lost.
+
+    Raises:
+        RuntimeError: the lighthouse does not answer.
+    """
+
+    def __init__(self, method: ElasticReplicaMethod, lighthouse: str, num_replicas: int, timeout_s: float) -> None:
+        self._method, self._num_replicas, self._timeout = method, num_replicas, timedelta(seconds=timeout_s)
+        self._job = method.transport.job
+        self._store = open_store()
+        stores = self._job.gather_objects(f"{own_address(lighthouse)}:{self._store.port}")
+        self._lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self._job.rank == 0 else None
+        self._id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
+        self.completed, self.generation, self.has_joined = 0, "", False
+        self._line: Line | None = None  # None: it is broken, or there is none yet
+        self._members: list[Member] = []  # of the line
+        self._next: Agreement | None = None  # which is one of the next section, too
+
+    def join(self) -> None:
+        """Joins the others before the first step; waits until they can take this replica in.
+
+        Raises:
+            RuntimeError: there are too few replicas to begin with; or the lighthouse does not answer.
+            ValueError: this replica has other settings, or another model.
+        """
+        begin = time.monotonic()
+        while True:
+            agreement = self._agree()
+            starts = all(member.standing.joins for member in agreement.members)
+            if starts and len(agreement.members) < self._num_replicas:
+                self._wait_for_more(agreement, begin)
+                continue
+            try:
+                if self._is_in(agreement):
+                    self._continue_as_agreed(agreement, self._method.snapshot())
+                    self._next = None if starts else agreement
+                if agreement.new and (starts or not self._is_in(agreement)):
+                    self._take_in(agreement)
+                if not self._is_in(agreement):
+                    self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
+                elif starts:
+                    self._method.send_rest()
+                    self._method.data.redivide()
+                self.completed, self.generation = agreement.completed, agreement.generation
+                self.has_joined = True
+                return
+            except RuntimeError as error:
+                self._break(error, agreement)
+
+    def run(self, section: Callable[[], T]) -> T:
+        """Runs a section, again after each loss that has kept a replica from completing it.
+
+        Raises:
+            RuntimeError: the others have continued without this replica; or the lighthouse does not answer.
+        """
+        before = self._method.snapshot()
+        results: list[T] = []  # of the section, once it is complete here
+        is_repeated = is_final = False
+        while True:
+            agreement, self._next = self._next or self._agree(undoable=bool(results) and not is_final), None
+            if not self._is_in(agreement):
+                self.close()
+                raise RuntimeError(
+                    "This replica did not answer in time, and the others have continued without it: its weights are "
+                    "out of date. End this process, and start it again: it then gets theirs."
+                )
+            if results and agreement.completed < self.completed:
+                results.clear()
+            if is_repeated and not results:
+                self._method.undo_averages()
+            is_repeated = True
+            try:
+                self._continue_as_agreed(agreement, self._method.snapshot() if results else before)
+                if results:
+                    self._next = agreement
+                    return results[0]
+                self._method.data.redivide()
+                results.append(section())
+                if agreement.new:
+                    self._method.settle()
+                self.completed += 1
+                self._commit()
+                is_final = True
+                if agreement.new:
+                    self._take_in(agreement)
+                return results[0]
+            except RuntimeError as error:
+                self._break(error, agreement)
+
+    def go_on(self) -> None:
+        """Notes that the training goes on, in the first rank of the job."""
+        if self._lighthouse is not None:
+            self._lighthouse.go_on()
+
+    def leave(self) -> None:
+        """Leaves: the others need not wait for this replica."""
+        if self._lighthouse is not None:
+            self._lighthouse.close()
+
+    def close(self) -> None:
+        """Leaves, and ends all waits for the others."""
+        self.leave()
+        if self._line is not None:
+            self._line.close()
+
+    def _agree(self, undoable: bool = False) -> Agreement:
+        """Asks for a quorum, on the first rank of the job, and returns what it agrees on, on all of them."""
+        standing = Standing(self.completed, self.generation, undoable, self._line is not None, not self.has_joined)
+        quorum = None if self._lighthouse is None else self._lighthouse.ask(standing)
+        return agree(self._job.gather_objects(quorum)[0])
+
+    def _is_in(self, agreement: Agreement) -> bool:
+        return self._id in _ids(agreement.continuing)
+
+    def _wait_for_more(self, agreement: Agreement, begin: float) -> None:
+        if time.monotonic() - begin > self._timeout.total_seconds():
+            raise RuntimeError(
+                f"Training begins with num_replicas={self._num_replicas}, and after "
+                f"timeout_s={self._timeout.total_seconds():g} there are {len(agreement.members)}: "
+                f"{_listed(agreement.members)}. The others have ended, or have not started: start them, or set a "
+                "smaller num_replicas."
+            )
+        time.sleep(ASK_S)
+
+    def _continue_as_agreed(self, agreement: Agreement, snapshot: Snapshot) -> None:
+        """Adopts what is agreed; if those that continue have no group, makes one, and restores ``snapshot``."""
+        self.completed, self.generation = agreement.completed, agreement.generation
+        if not agreement.connected or _ids(self._members) != _ids(agreement.continuing):
+            self._connect(agreement.continuing, agreement.generation, snapshot)
+
+    def _take_in(self, agreement: Agreement) -> None:
+        """Makes a group with those that are new, and hands over what those that continue know."""
+        first = agreement.continuing[0]
+        snapshot = self._method.snapshot()
+        self._connect(agreement.members, f"{agreement.generation}/new", snapshot, first, agreement.new)
+        self._method.data.redivide()
+
+    def _connect(
+        self,
+        members: list[Member],
+        key: str,
+        snapshot: Snapshot,
+        first: Member | None = None,
+        new: Sequence[Member] = (),
+    ) -> None:
+        """Makes a group, and continues from ``snapshot``, those that are ``new`` from that of ``first``."""
+        before, place = self._members, self._job.rank
+        ids = _ids(members)
+        stores = [member.stores[place] for member in members]
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        line = Line(stores, ids.index(self._id), key, self._timeout)
+        first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
+        self._method.regroup(line, snapshot, first_rank, new_ranks)
+        self._line, self._members = line, members
+        self._commit()
+        self._warn(before, members)
+
+    def _commit(self) -> None:
+        """Tells all replicas that this one has all data of the section, and waits for the same from them."""
+        transport = self._method.transport
+        transport.exchange_flags(1).wait()
+        if transport.shards is not None:
+            transport.shards.exchange_flags(1).wait()
+
+    def _break(self, error: RuntimeError, agreement: Agreement) -> None:
+        """Ends what is left of the group after the loss of a replica; raises any other error."""
+        if not is_lost_peer(error):
+            self.close()
+            raise error
+        if agreement.new:
+            give_up([member.stores[self._job.rank] for member in agreement.members], f"{agreement.generation}/new")
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _warn(self, before: list[Member], members: list[Member]) -> None:
+        if members[0].id != self._id or self._job.rank != 0 or not before:
+            return
+        lost = [member for member in before if member.id not in _ids(members)]
+        new = [member for member in members if member.id not in _ids(before)]
+        happened = [f"Lost {_listed(lost)}"] if lost else []
+        happened += [f"Took in {_listed(new)}"] if new else []
+        number = f"{len(members)} replicas continue" if len(members) > 1 else "this replica continues alone"
+        warnings.warn(
+            f"{'. '.join(happened) or 'Lost a connection, and no replica'} after "
+            f"{self._method.num_rounds} rounds: {number}.",
+            stacklevel=2,
+        )
+
+
+def _ids(members: Sequence[Member]) -> list[str]:
+    return [member.id for member in members]
+
+
+def _listed(members: list[Member]) -> str:
+    return ", ".join(member.described for member in members)

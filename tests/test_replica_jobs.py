@@ -1,0 +1,65 @@
+"""Replicas that are jobs of their own: with the same members bit for bit the replicas of one job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_pipesync import LocalSGD
+from tests.harness import launch
+from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
+from tests.replica_jobs import TIMEOUT_S, launch_replicas
+
+STEPS, PERIOD = 11, 3
+
+#: Settings, and whether the weights are those of one job: residuals do not start at zero there.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "FedAvg": {},
+    "DiLoCo": {"outer_optimizer": "nesterov"},
+    "int4": {"outer_optimizer": "nesterov", "compression": "int4"},
+    "EASGD": {"outer_optimizer": "elastic"},
+    "streaming": {"outer_optimizer": "nesterov", "overlap_steps": 1, "fragments": 2},
+    "a share": {"participation": 0.5},
+    "states": {"average_optimizer_states": True},
+}
+
+
+def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Returns a replica's own weights, the agreed ones after a round, and its data."""
+    model = seeded_mlp(rank, batch_norm=True)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S, **settings)
+    sync.join()
+    loader = sync.prepare_train_loader(DataLoader(range(2 * STEPS), shuffle=True), seed=1)
+    samples = [int(sample) for sample, _ in zip(loader, range(STEPS), strict=False)]
+    agreed: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        if step == 2 * PERIOD:
+            sync.flush()
+            agreed = state(model)
+            sync.resume()
+        optimizer.zero_grad()
+        loss(model, step, rank).backward()
+        sync.step()
+    own = state(model)
+    sync.detach()
+    return own, agreed, samples
+
+
+def train_in_one_job(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    return train(dist.get_rank(), settings)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
+    of_jobs, of_ranks = launch_replicas(train, 2, SETTINGS[name]), launch(train_in_one_job, 2, SETTINGS[name])
+    for one, other in zip(of_jobs, of_ranks, strict=True):
+        assert_same(one[0], other[0], name)
+        assert one[2] == other[2]
+    assert_same(of_jobs[0][1], of_jobs[1][1], name)
+    if name in ("FedAvg", "DiLoCo", "int4", "states"):  # the agreed weights are the average that the flush takes then
+        assert_same(of_jobs[0][1], of_ranks[0][1], name)
