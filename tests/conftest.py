@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all is imported, which makes hundreds of thousands of objects that stay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fast"):
         sys.addaudithook(skip_if_a_process_starts)
         BaseProcess.start = lambda process: skip_if_a_process_starts("multiprocessing")  # raises no audit event
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def skip_if_a_process_starts(event: str, args: object = ()) -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 from importlib import import_module
 
+gc.disable()  # what is imported stays
 os.environ["OMP_NUM_THREADS"] = "1"  # or libraries start threads when they are imported
 
 # The optimizers of torch.distributed compile TorchScript on import, which takes longer than most tests train.
@@ -21,3 +22,4 @@ for _name in (
 
 # A rank's garbage collections go over its own objects only; over all they would copy the memory that it shares.
 gc.freeze()
+gc.enable()
