@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,13 @@ def declared(project: dict[str, Any], *extras: str) -> dict[str, str]:
     return found
 
 
+#: The distributions of each module, which are looked for in all that is installed.
+distributions = cache(packages_distributions)
+
+
 def installs(requirements: dict[str, str], module: str) -> bool:
     """Whether the requirements have a distribution with this module; of its name, if it is not installed."""
-    return any(normalized(name) in requirements for name in packages_distributions().get(module, [module]))
+    return any(normalized(name) in requirements for name in distributions().get(module, [module]))
 
 
 def test_every_import_is_declared(project: dict[str, Any]) -> None:

@@ -39,7 +39,8 @@ def test_importing() -> None:
 
 IN_ANY_ORDER = """
 import importlib, os, warnings
-import torch, lightning_pipesync
+import torch._dynamo, torch.distributed.fsdp, torchmetrics  # once for all, since Lightning takes seconds to import them
+import lightning_pipesync
 warnings.filterwarnings("error", message=".*are not registered")
 for first in (
     "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric", "lightning_pipesync.lightning",
