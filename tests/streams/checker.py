@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,24 +57,33 @@ class Checker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        namespace, name = func._schema.name.split("::")
+        namespace, name, names, writing = _schema_of(func)
         result = _run_on_copies(func, args) if namespace == "c10d" and _is_over_nccl(args) else func(*args, **kwargs)
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        schema = func._schema.arguments
-        given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+        given = [*zip(names, args, strict=False), *kwargs.items()]
         for index, (argument, value) in enumerate(given):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if namespace == "c10d":
-                written = index == 0 and name != "send"
+            written = index == 0 and name != "send" if namespace == "c10d" else argument in writing
             (writes if written else reads).extend(_tensors(value))
         with LOCK:
             if namespace == "c10d":
                 _note_communication(name, reads, writes, args)
             elif name != "set_":
-                non_blocking = any(argument.name == "non_blocking" and value for argument, value in given)
+                non_blocking = any(argument == "non_blocking" and value for argument, value in given)
                 _note(name, reads, writes, _tensors(result), non_blocking)
         return result
+
+
+@cache
+def _schema_of(func: Any) -> tuple[str, str, list[str], set[str]]:
+    """Returns the namespace and the name of an operation, the names of its arguments, and of those that it writes to.
+
+    Torch makes these objects anew each time that they are asked for.
+    """
+    namespace, name = func._schema.name.split("::")
+    arguments = func._schema.arguments
+    writing = {one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write}
+    return namespace, name, [one.name for one in arguments], writing
 
 
 def _note(name: str, reads: list[Tensor], writes: list[Tensor], results: list[Tensor], non_blocking: bool) -> None:

@@ -60,6 +60,7 @@ def cuda() -> Iterator[None]:
         streams.forget_devices()
         yield
         memory.forget()
+        streams.forget_streams()
 
 
 class _Refused(TorchDispatchMode):

@@ -47,17 +47,16 @@ class Memory:
     recorded: set[int] = field(default_factory=set)
 
     def access(self, party: Party, writes: bool, begin: int, end: int, place: str) -> None:
-        number, kept = party.clock[party.number], []
+        new, kept = Access(party, party.clock[party.number], writes, begin, end, place), []
         for earlier in self.accesses:
             overlaps = earlier.begin < end and begin < earlier.end
             ordered = party.knows(earlier.party.number, earlier.number)
-            new = Access(party, number, writes, begin, end, place)
             if overlaps and (writes or earlier.writes) and not ordered:
                 reports[f"race: {new}; {earlier}"] += 1
             covered = begin <= earlier.begin and earlier.end <= end
             if not (ordered and covered and (writes or (earlier.party is party and not earlier.writes))):
                 kept.append(earlier)
-        kept.append(Access(party, number, writes, begin, end, place))
+        kept.append(new)
         self.accesses = kept
 
     def check_release(self) -> None:

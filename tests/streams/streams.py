@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -181,6 +182,14 @@ def set_device(device: Any) -> None:
     _this_thread.device = with_index(device).index
 
 
+def forget_streams() -> None:
+    """Forgets all streams, of which no access is known any more; the host goes on to count its operations."""
+    with LOCK:
+        _streams.clear()
+        _default_streams.clear()
+        HOST.clock = {HOST.number: HOST.clock.get(HOST.number, 0)}
+
+
 def forget_devices() -> None:
     """Makes this thread's current device and streams those of a new thread."""
     _this_thread.__dict__.clear()
@@ -239,13 +248,18 @@ def synchronize(device: object = None) -> None:
             HOST.merge(each.clock)
 
 
+@cache
+def _file_in_package(path: str) -> str | None:
+    _, package, file = path.rpartition(f"/{PACKAGE}/")
+    return file if package else None
+
+
 def place() -> str:
     """Returns where in the package the calling thread is, innermost first; or in the training."""
     places: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(places) < DEPTH:
-        _, package, file = frame.f_code.co_filename.rpartition(f"/{PACKAGE}/")
-        if package:
+        if file := _file_in_package(frame.f_code.co_filename):
             places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(places) or "the training"

@@ -35,7 +35,7 @@ TRAININGS: dict[str, list[Training]] = {
         Training("dear", {**BUFFER, "update": "sharded"}, "AdamW", clips=True),
         Training("dear", {**BUFFER, "update": "replicated"}, "AdamW"),
         Training("dear", {"fusion": "layers", "num_layers": 2}),
-        Training("dear", {"fusion": "bo", "trial_steps": 4, "max_trials": 2, "search_mb": (1e-3, 1e-2)}),
+        Training("dear", {"fusion": "bo", "trial_steps": 4, "max_trials": 2, "search_mb": (1e-3, 1e-2)}, steps=10),
         Training("dear", BUFFER, flushes=False),
         Training("dear", BUFFER, side_stream=True),
         Training("dear", stream_per_layer=True),

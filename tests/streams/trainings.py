@@ -20,7 +20,7 @@ from tests.streams import streams
 from tests.streams.device import cuda
 
 WIDTH, BATCH = 16, 4
-STEPS = 10
+STEPS = 6  # of which the first is unlike the others, as is the one after the weights were consolidated
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Training:
         stream_per_layer: whether each layer runs on a stream of its own.
         flushes: whether the weights are consolidated in between and at the end, before the method is detached.
         dtype: that of the parameters.
+        steps: of which the weights are consolidated in the middle.
         fails_in: the pass, ``"forward"`` or ``"backward"``, in which the last step raises an error on all ranks.
     """
 
@@ -45,6 +46,7 @@ class Training:
     stream_per_layer: bool = False
     flushes: bool = True
     dtype: torch.dtype = torch.float32
+    steps: int = STEPS
     fails_in: str | None = None
 
 
@@ -120,14 +122,14 @@ def train(training: Training) -> None:
 
 def take_steps(training: Training, sync: Any, model: nn.Sequential, stream: streams.Stream) -> None:
     [optimizer] = sync.optimizers
-    for step in range(STEPS):
+    for step in range(training.steps):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         x = torch.randn(BATCH, WIDTH, dtype=training.dtype).to(stream.device)
         OnStream.computed = None
-        if step == STEPS - 1 and training.fails_in == "forward":
+        if step == training.steps - 1 and training.fails_in == "forward":
             model[len(model) // 2].register_forward_hook(fail)
         loss = model(x).square().mean()
-        if step == STEPS - 1 and training.fails_in == "backward":
+        if step == training.steps - 1 and training.fails_in == "backward":
             model[0].weight.register_hook(fail)
         loss.backward()
         if training.stream_per_layer:  # as autograd does at the end of a backward pass
@@ -137,7 +139,7 @@ def take_steps(training: Training, sync: Any, model: nn.Sequential, stream: stre
         if training.clips:
             sync.clip(1.0)
         sync.step()
-        if training.flushes and step == STEPS // 2:
+        if training.flushes and step == training.steps // 2:
             sync.flush()
             with torch.no_grad():
                 model(x)
