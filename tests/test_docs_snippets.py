@@ -89,7 +89,6 @@ RUNS = {
     ),
     ("launching", "import os"): Run("import os\nos.environ |= {'LOCAL_WORLD_SIZE': '1', 'GROUP_WORLD_SIZE': '2'}"),
     ("local_sgd", "sync = LocalSGD("): Run(after="sync.detach()"),
-    ("local_sgd", "from itertools import islice"): Run(after="sync.detach()", init=False),
     # A rank that ended at once would reset the connections that another still makes.
     ("netlab", "import torch\n"): Run(init=False, after="torch.distributed.barrier()"),
     ("parameter_server", "sync = ParameterServer(model, optimizer, servers=1"): Run(after="sync.detach()"),
@@ -145,6 +144,16 @@ RUNS = {
     ("profiling", "from torch.profiler import"): Run(
         "sync = DeAR(model, optimizer)\nfor x, y in loader:\n    loss_function(model(x), y).backward()\n    break",
         "sync.detach()",
+    ),
+    ("replicas", "from lightning_pipesync import LocalSGD\n"): Run(
+        "import os\n"
+        "from torch.optim.lr_scheduler import StepLR\n"
+        "from torchft.coordination import LighthouseServer\n"
+        "server = LighthouseServer(bind='127.0.0.1:0', min_replicas=1)\n"
+        "os.environ['PIPESYNC_LIGHTHOUSE'] = '127.0.0.1:' + server.address().rpartition(':')[2]\n"
+        "scheduler, epochs = StepLR(optimizer, 1), 2",
+        "server.shutdown()",
+        init=False,
     ),
     ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
 }

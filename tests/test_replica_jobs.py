@@ -28,8 +28,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """Returns a replica's own weights, the agreed ones after a round, and its data."""
+#: A replica's own weights, the agreed ones after a round, those at the end, and its data.
+Outcome = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], list[int]]
+
+
+def train(rank: int, settings: dict[str, Any]) -> Outcome:
     model = seeded_mlp(rank, batch_norm=True)
     optimizer = OPTIMIZERS["sgd"](model)
     sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S, **settings)
@@ -46,11 +49,13 @@ def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[
         loss(model, step, rank).backward()
         sync.step()
     own = state(model)
+    sync.end()
+    last = state(model)
     sync.detach()
-    return own, agreed, samples
+    return own, agreed, last, samples
 
 
-def train_in_one_job(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+def train_in_one_job(settings: dict[str, Any]) -> Outcome:
     return train(dist.get_rank(), settings)
 
 
@@ -59,7 +64,8 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
     of_jobs, of_ranks = launch_replicas(train, 2, SETTINGS[name]), launch(train_in_one_job, 2, SETTINGS[name])
     for one, other in zip(of_jobs, of_ranks, strict=True):
         assert_same(one[0], other[0], name)
-        assert one[2] == other[2]
+        assert_same(one[2], other[2], name)
+        assert one[3] == other[3]
     assert_same(of_jobs[0][1], of_jobs[1][1], name)
     if name in ("FedAvg", "DiLoCo", "int4", "states"):  # the agreed weights are the average that the flush takes then
         assert_same(of_jobs[0][1], of_ranks[0][1], name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ from lightning_pipesync.core.dtensors import (
     problem_of_optimizers,
     reduce_gradient,
 )
+from lightning_pipesync.core.faults.lighthouse import ADDRESS
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
 from lightning_pipesync.core.torch_private import is_dtensor, reshard
@@ -94,6 +96,7 @@ class SyncMethod(StepCalls):
         **settings: Any,
     ) -> None:
         self.config = config_from(self.config_type, config, settings)
+        self._check_launch()
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.flushed = False
         reshard(module)
@@ -127,6 +130,15 @@ class SyncMethod(StepCalls):
         except BaseException:
             SyncMethod._detach(self, timeout_s=1.0)
             raise
+
+    def _check_launch(self) -> None:
+        """Raises a ValueError if a launcher has started replicas that come and go, and this needs all of them."""
+        address = os.environ.get(ADDRESS)
+        if address and getattr(self.config, "lighthouse", None) is None:
+            raise ValueError(
+                f"{ADDRESS}={address} is set, as by `pipesync launch`, for replicas that come and go, and "
+                f"{type(self).__name__} needs all ranks at each step: use local SGD, or start one job with torchrun."
+            )
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ another message:
 - If one of them misses data of the last section, nobody has gone on, and all undo it. Otherwise it stands.
 - All others are new, also one that was left out while it was frozen, or has been loaded from an old checkpoint.
 
+One that ends leaves, unless all end, who then have a last section together.
+
 If all are new, the one that has completed the most sections begins, the first of several, and the others get its state.
 """
 
@@ -49,6 +51,7 @@ def agree(quorum: Quorum) -> Agreement:
         continuing, most = of_latest, most - 1
     else:
         continuing = ahead
+    continuing = [member for member in continuing if not member.standing.ends] or continuing
     return Agreement(
         continuing=continuing,
         new=[member for member in quorum.members if member not in continuing],

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,8 +25,8 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown
 #: Seconds between two signs of life; the lighthouse waits for some of them before a replica counts as dead.
 INTERVAL_S = 0.5
 
-#: Seconds that one question lasts at most; then it is asked again: the lighthouse may have been started anew.
-QUESTION_S = 10.0
+#: Seconds that a connection, or a sign of life, takes at most.
+CONNECT_S = 5.0
 
 #: The name of this job among the replicas; ``pipesync launch`` sets both, as do the files for other launchers.
 NAME, ADDRESS, NUMBER = "PIPESYNC_REPLICA", "PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM_REPLICAS"
@@ -40,6 +41,7 @@ class Standing:
     undoable: bool = False  # whether it can undo the last section, as it does not know that all others have it
     connected: bool = False  # whether it has a group with the others of that quorum
     joins: bool = False  # whether it is about to begin, and not at the end of a step
+    ends: bool = False  # whether it asks for the last time, at the end of its training
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Lighthouse:
 
         from torchft.coordination import LighthouseClient
 
-        self._make = lambda: LighthouseClient(f"http://{address}", timedelta(seconds=QUESTION_S))
+        self._make = lambda: LighthouseClient(f"http://{address}", timedelta(seconds=CONNECT_S))
         self._address, self._timeout_s = address, timeout_s
         name = os.environ.get(NAME, "")
         # Numbers sort as such.
@@ -111,12 +113,11 @@ class Lighthouse:
         """
         told = {**self._described, "standing": asdict(standing)}
         while True:
-            self.go_on()
             try:
-                answer = self._client.quorum(self.id, timedelta(seconds=QUESTION_S), data=told)
+                answer = self._answer(told)
             except TimeoutError:  # the others have not asked yet
                 continue
-            except RuntimeError:
+            except RuntimeError:  # the lighthouse has ended, and may be started anew
                 self._client = self._until_answered(self._make)
                 continue
             members = [Member(each.replica_id, **_read(each.data)) for each in answer.participants]
@@ -132,6 +133,22 @@ class Lighthouse:
         """Tells no more that this replica is alive."""
         self._ended.set()
         self._at_end.cancel()
+
+    def _answer(self, told: dict[str, Any]) -> Any:
+        """Asks on another thread: the call is not interrupted by Ctrl-C."""
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                # A question that has timed out counts nevertheless, until it is asked again: so it lasts long.
+                answer.set_result(self._client.quorum(self.id, timedelta(seconds=self._timeout_s), data=told))
+            except (RuntimeError, TimeoutError) as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="pipesync-quorum", daemon=True).start()
+        while not wait([answer], INTERVAL_S).done:
+            self.go_on()
+        return answer.result()
 
     def _until_answered(self, function: Any) -> Any:
         deadline = time.monotonic() + self._timeout_s
@@ -154,7 +171,7 @@ class Lighthouse:
                 continue
             with suppress(RuntimeError, TimeoutError):
                 client = client or self._make()
-                client.heartbeat(self.id, timedelta(seconds=QUESTION_S))
+                client.heartbeat(self.id, timedelta(seconds=CONNECT_S))
 
 
 def own_address(lighthouse: str) -> str:

@@ -192,6 +192,23 @@ class ElasticReplicaMethod(ReplicaMethod):
         self._non_trainable.swap_in_common()
         self.flushed = True
 
+    def end(self) -> None:
+        """Ends the training: sets the weights to the average of the replicas, if all others end after as many steps.
+
+        Otherwise they go on without this one, and its weights are those of the last round. Without ``lighthouse`` it is
+        :meth:`flush`.
+        """
+        if self._sections is None or not self._sections.has_joined:
+            self.flush()
+        elif not self.flushed:
+            self.synchronize()
+            if any(tensors.diverged for tensors in self._replicas):
+                self._sections.end(self._consolidate)
+            self.flush()
+
+    def finish(self, before_update: Callable[[Optimizer], object]) -> None:
+        self.end()
+
     def settle(self) -> None:
         """Waits for the averages under way."""
         for unit in self._units:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 ASK_S = 0.1
 
 T = TypeVar("T")
+
+
+class LeftOutError(RuntimeError):
+    """The others have continued without this replica."""
 
 
 class Sections:
@@ -100,20 +105,27 @@ class Sections:
             except RuntimeError as error:
                 self._break(error, agreement)
 
-    def run(self, section: Callable[[], T]) -> T:
+    def end(self, section: Callable[[], object]) -> None:
+        """Runs a last section if all others end, too; otherwise they go on without this replica."""
+        with suppress(LeftOutError):
+            self.run(section, ends=True)
+
+    def run(self, section: Callable[[], T], ends: bool = False) -> T:
         """Runs a section, again after each loss that has kept a replica from completing it.
 
         Raises:
-            RuntimeError: the others have continued without this replica; or the lighthouse does not answer.
+            LeftOutError: the others have continued without this replica.
+            RuntimeError: the lighthouse does not answer.
         """
         before = self._method.snapshot()
         results: list[T] = []  # of the section, once it is complete here
         is_repeated = is_final = False
         while True:
-            agreement, self._next = self._next or self._agree(undoable=bool(results) and not is_final), None
+            undoable = bool(results) and not is_final
+            agreement, self._next = self._next or self._agree(undoable, ends), None
             if not self._is_in(agreement):
                 self.close()
-                raise RuntimeError(
+                raise LeftOutError(
                     "This replica did not answer in time, and the others have continued without it: its weights are "
                     "out of date. End this process, and start it again: it then gets theirs."
                 )
@@ -156,9 +168,11 @@ class Sections:
         if self._line is not None:
             self._line.close()
 
-    def _agree(self, undoable: bool = False) -> Agreement:
+    def _agree(self, undoable: bool = False, ends: bool = False) -> Agreement:
         """Asks for a quorum, on the first rank of the job, and returns what it agrees on, on all of them."""
-        standing = Standing(self.completed, self.generation, undoable, self._line is not None, not self.has_joined)
+        standing = Standing(
+            self.completed, self.generation, undoable, self._line is not None, not self.has_joined, ends
+        )
         quorum = None if self._lighthouse is None else self._lighthouse.ask(standing)
         return agree(self._job.gather_objects(quorum)[0])
 
