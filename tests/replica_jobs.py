@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tests.harness import launch
+from tests.harness import free_port, launch
 
 #: Seconds without a sign of life after which a process counts as dead: a busy machine may hold one up for some.
 SILENCE_S = 5
@@ -16,26 +16,38 @@ SILENCE_S = 5
 TIMEOUT_S = 120
 
 
-def _run(function: Callable[..., Any], address: str, number: int, args: tuple[Any, ...]) -> Any:
-    """Calls a function on a process of a replica; the process's rank is the replica's name."""
-    rank = int(os.environ["RANK"])
+def _run(function: Callable[..., Any], address: str, number: int, ports: Sequence[int], args: tuple[Any, ...]) -> Any:
+    """Calls a function on a process of a replica, which has several if it has a port of its own."""
+    replica, rank = divmod(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // (len(ports) or 1))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+        if not ports:
+            os.environ.pop(name, None)
+    if ports:
+        size = int(os.environ["WORLD_SIZE"]) // len(ports)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(ports[replica])}
+    else:
+        replica = rank
     os.environ |= {
         "PIPESYNC_LIGHTHOUSE": address,
-        "PIPESYNC_REPLICA": str(rank),
+        "PIPESYNC_REPLICA": str(replica),
         "PIPESYNC_NUM_REPLICAS": str(number),
     }
     torch.set_num_threads(1)
-    return function(rank, *args)
+    return function(replica, *args)
 
 
 def launch_replicas(
-    function: Callable[..., Any], processes: int, *args: Any, num_replicas: int | None = None, **settings: Any
+    function: Callable[..., Any],
+    replicas: int,
+    *args: Any,
+    num_replicas: int | None = None,
+    ranks_per_replica: int = 1,
+    **settings: Any,
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` in processes that are replicas; ``settings`` as of :func:`launch`.
+    """Calls ``function(replica, *args)`` in the processes of replicas; ``settings`` as of :func:`launch`.
 
-    Training begins with ``num_replicas``, None: with all of them.
+    Training begins with ``num_replicas``, None: with all of them. Those of one process have no process group yet; the
+    ranks of others find each other by their environment.
     """
     os.environ.setdefault("RUST_LOG", "warn")
     from torchft.coordination import LighthouseServer
@@ -49,6 +61,8 @@ def launch_replicas(
     )
     address = f"127.0.0.1:{server.address().rpartition(':')[2]}"
     try:
-        return launch(_run, processes, function, address, num_replicas or processes, args, init=False, **settings)
+        ports = [free_port() for _ in range(replicas)] if ranks_per_replica > 1 else []
+        number, processes = num_replicas or replicas, replicas * ranks_per_replica
+        return launch(_run, processes, function, address, number, ports, args, init=False, **settings)
     finally:
         server.shutdown()

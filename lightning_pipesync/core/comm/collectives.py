@@ -19,6 +19,7 @@ from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.messages import end_waits
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.torus import NONE, Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
@@ -222,6 +223,10 @@ class Collectives:
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""
         self._exchange.release_memory()
+
+    def end_waits(self) -> None:
+        """Ends all waits over Gloo with an error, for good."""
+        end_waits(self._gloo.group)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread; waits at most ``timeout_s`` seconds for operations in flight."""

@@ -105,9 +105,7 @@ class Transport(Collectives):
         self._readers = readers
         self.shards: Collectives | None = None
         if len(self.ranks) < dist.get_world_size():
-            gloo = GlooExchange(groups.dividing("gloo", groups.shards), watch)
-            shards = groups.shards[dist.get_rank()]
-            self.shards = Collectives(dist.get_rank(), shards, gloo, None, traffic, watch, "shards ")
+            self.shards = self._collectives_of_shards()
         self.row: Collectives | None = None
         self.column: Collectives | None = None
         try:
@@ -133,6 +131,17 @@ class Transport(Collectives):
         self._objects = Objects(line.group, line.watch, self.traffic)
         self._gloo, self._messages = GlooExchange(line.group, line.watch), Messages(line.group, 0, line.watch)
         self._nccl, self._exchange, self.backend, self.waits = None, self._gloo, "gloo", line.watch
+        if self.shards is not None:  # a rank that has lost another replica may have ended waits
+            self.shards = self._collectives_of_shards()
+
+    def end_waits_for_shards(self) -> None:
+        """Ends all waits for the ranks that hold this rank's replica; :meth:`exchange_with` makes another group."""
+        if self.shards is not None:
+            self.shards.end_waits()
+
+    def new_objects(self) -> Objects:
+        """Returns objects and states of all ranks of the job, in a group of their own; a collective call."""
+        return Objects(self._groups.new("gloo"), self.watch, self.traffic)
 
     def send(self, tensor: Tensor, dst: int) -> Handle[None]:
         """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
@@ -263,6 +272,11 @@ class Transport(Collectives):
         elif grid is not None:
             row, column = self._exchange_within(grid.row_of), self._exchange_within(grid.column_of)
             self._torus, self._exchange = grid, TorusExchange(grid, self.rank, row, column)
+
+    def _collectives_of_shards(self) -> Collectives:
+        groups, own = self._groups, dist.get_rank()
+        gloo = GlooExchange(groups.dividing("gloo", groups.shards), self.watch)
+        return Collectives(own, groups.shards[own], gloo, None, self.traffic, self.watch, "shards ")
 
     def _collectives_within(self, ranks_of: Callable[[int], list[int]], kind: str) -> Collectives:
         gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch)

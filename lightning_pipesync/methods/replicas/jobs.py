@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ from lightning_pipesync.methods.metric_info import MetricInfo
 from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
 from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.methods.settings import config_from
-
-T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -246,15 +244,19 @@ class ElasticReplicaMethod(ReplicaMethod):
         for tensors in (self._non_trainable, *self._followers):
             tensors.undo_average()
 
-    def _together(self, section: Callable[[], T]) -> T:
-        return section() if self._sections is None else self._sections.run(section)
+    def _together(self, section: Callable[[], object]) -> None:
+        if self._sections is None:
+            section()
+        else:
+            self._sections.run(section)
 
     def _problem_of_jobs(self) -> ValueError | None:
-        if (number := dist.get_world_size()) == 1:
+        if self.transport.world_size == 1:
             return None
         return ValueError(
-            f"lighthouse={self.config.lighthouse!r} makes each job a replica, and this job has {number} ranks: start "
-            "one process for each replica, or leave lighthouse out to have the replicas in this job."
+            f"lighthouse={self.config.lighthouse!r} makes each job a replica, and this job has "
+            f"{self.transport.world_size} of them: start a process for each, or shard the model among all ranks of the "
+            "job, or leave lighthouse out to have the replicas in this job."
         )
 
     def _detach(self, timeout_s: float) -> None:

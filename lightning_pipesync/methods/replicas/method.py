@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
-from lightning_pipesync.core.dtensors import local_of
+from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.loads import hook_loading, modules_with
@@ -88,6 +88,8 @@ class ReplicaMethod(SyncMethod):
 
     def _transport_settings(self) -> dict[str, Any]:
         size = self.config.ranks_per_replica
+        if self.config.lighthouse is not None and self._mesh is None and is_sharded(self._module):
+            return {"replicas": [dist.get_rank()]}  # the job has one, and a mesh of one dimension does
         if self._mesh is not None:
             by_mesh = dist.get_world_size() // self._mesh.size()
             if size not in (1, by_mesh):
@@ -201,9 +203,9 @@ class ReplicaMethod(SyncMethod):
                     replicas.diverged = True  # not all of the average has arrived
                 raise
 
-    def _together(self, section: Callable[[], T]) -> T:
+    def _together(self, section: Callable[[], object]) -> None:
         """Runs a part of a step, or of a flush, in which all ranks communicate."""
-        return section()
+        section()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING
 
 from lightning_pipesync.core.comm.line import Line, give_up, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 #: Seconds between two questions while there are fewer replicas than training begins with.
 ASK_S = 0.1
-
-T = TypeVar("T")
 
 
 class LeftOutError(RuntimeError):
@@ -64,13 +63,14 @@ class Sections:
 
     def __init__(self, method: ElasticReplicaMethod, lighthouse: str, num_replicas: int, timeout_s: float) -> None:
         self._method, self._num_replicas, self._timeout = method, num_replicas, timedelta(seconds=timeout_s)
-        self._job = method.transport.job
+        self._job = method.transport.new_objects()
         self._store = open_store()
         stores = self._job.gather_objects(f"{own_address(lighthouse)}:{self._store.port}")
         self._lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self._job.rank == 0 else None
         self._id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
         self.completed, self.generation, self.has_joined = 0, "", False
         self._line: Line | None = None  # None: it is broken, or there is none yet
+        self._made_in = ""  # the generation in which the line was made
         self._members: list[Member] = []  # of the line
         self._next: Agreement | None = None  # which is one of the next section, too
 
@@ -82,46 +82,32 @@ class Sections:
             ValueError: this replica has other settings, or another model.
         """
         begin = time.monotonic()
-        while True:
+        while not self.has_joined:
             agreement = self._agree()
             starts = all(member.standing.joins for member in agreement.members)
             if starts and len(agreement.members) < self._num_replicas:
                 self._wait_for_more(agreement, begin)
                 continue
-            try:
-                if self._is_in(agreement):
-                    self._continue_as_agreed(agreement, self._method.snapshot())
-                    self._next = None if starts else agreement
-                if agreement.new and (starts or not self._is_in(agreement)):
-                    self._take_in(agreement)
-                if not self._is_in(agreement):
-                    self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
-                elif starts:
-                    self._method.send_rest()
-                    self._method.data.redivide()
+            if self._attempt(agreement, partial(self._join, agreement, starts)):
                 self.completed, self.generation = agreement.completed, agreement.generation
                 self.has_joined = True
-                return
-            except RuntimeError as error:
-                self._break(error, agreement)
 
     def end(self, section: Callable[[], object]) -> None:
         """Runs a last section if all others end, too; otherwise they go on without this replica."""
         with suppress(LeftOutError):
             self.run(section, ends=True)
 
-    def run(self, section: Callable[[], T], ends: bool = False) -> T:
+    def run(self, section: Callable[[], object], ends: bool = False) -> None:
         """Runs a section, again after each loss that has kept a replica from completing it.
 
         Raises:
             LeftOutError: the others have continued without this replica.
             RuntimeError: the lighthouse does not answer.
         """
-        before = self._method.snapshot()
-        results: list[T] = []  # of the section, once it is complete here
-        is_repeated = is_final = False
+        before, number = self._method.snapshot(), self.completed + 1
+        is_final = is_repeated = False
         while True:
-            undoable = bool(results) and not is_final
+            undoable = self.completed == number and not is_final
             agreement, self._next = self._next or self._agree(undoable, ends), None
             if not self._is_in(agreement):
                 self.close()
@@ -129,28 +115,23 @@ class Sections:
                     "This replica did not answer in time, and the others have continued without it: its weights are "
                     "out of date. End this process, and start it again: it then gets theirs."
                 )
-            if results and agreement.completed < self.completed:
-                results.clear()
-            if is_repeated and not results:
+            stands = agreement.completed == number
+            if is_repeated and not stands:
                 self._method.undo_averages()
-            is_repeated = True
-            try:
-                self._continue_as_agreed(agreement, self._method.snapshot() if results else before)
-                if results:
-                    self._next = agreement
-                    return results[0]
-                self._method.data.redivide()
-                results.append(section())
-                if agreement.new:
-                    self._method.settle()
-                self.completed += 1
-                self._commit()
+            present = self._method.snapshot() if stands else before
+            self.completed, self.generation, is_repeated = agreement.completed, agreement.generation, True
+            if not self._attempt(agreement, partial(self._continue, agreement, present)):
+                is_final |= stands
+                continue
+            if stands:
+                self._next = agreement
+                return
+            if self._attempt(agreement, partial(self._complete, agreement, section)):
+                self.completed = number
+            if self.completed == number and self._attempt(agreement, self._commit):
                 is_final = True
-                if agreement.new:
-                    self._take_in(agreement)
-                return results[0]
-            except RuntimeError as error:
-                self._break(error, agreement)
+                if not agreement.new or self._attempt(agreement, partial(self._take_in, agreement)):
+                    return
 
     def go_on(self) -> None:
         """Notes that the training goes on, in the first rank of the job."""
@@ -189,17 +170,54 @@ class Sections:
             )
         time.sleep(ASK_S)
 
-    def _continue_as_agreed(self, agreement: Agreement, snapshot: Snapshot) -> None:
-        """Adopts what is agreed; if those that continue have no group, makes one, and restores ``snapshot``."""
-        self.completed, self.generation = agreement.completed, agreement.generation
-        if not agreement.connected or _ids(self._members) != _ids(agreement.continuing):
+    def _attempt(self, agreement: Agreement, part: Callable[[], object]) -> bool:
+        """Runs a part of a section; returns whether no rank of this job has lost a replica; else ends the group."""
+        lost = None
+        try:
+            part()
+        except BaseException as error:
+            if not (isinstance(error, RuntimeError) and is_lost_peer(error)):
+                self.close()
+                raise
+            lost = error
+            self._break()
+        if all(self._job.gather_objects(lost is None)):
+            return True
+        self._break()
+        if agreement.new:
+            give_up([member.stores[self._job.rank] for member in agreement.members], _key_with_new(agreement))
+        return False
+
+    def _join(self, agreement: Agreement, starts: bool) -> None:
+        is_in = self._is_in(agreement)
+        if is_in:
+            self._continue(agreement, self._method.snapshot())
+            self._next = None if starts else agreement
+        if agreement.new and (starts or not is_in):
+            self._take_in(agreement)
+        if not is_in:
+            self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
+        elif starts:
+            self._method.send_rest()
+            self._method.data.redivide()
+
+    def _continue(self, agreement: Agreement, snapshot: Snapshot) -> None:
+        """Makes a group of those that continue, unless they have it, and restores ``snapshot``."""
+        is_new = self._made_in != agreement.generation
+        if is_new and not (agreement.connected and _ids(self._members) == _ids(agreement.continuing)):
             self._connect(agreement.continuing, agreement.generation, snapshot)
+            self._made_in = agreement.generation
+
+    def _complete(self, agreement: Agreement, section: Callable[[], object]) -> None:
+        self._method.data.redivide()
+        section()
+        if agreement.new:
+            self._method.settle()
 
     def _take_in(self, agreement: Agreement) -> None:
         """Makes a group with those that are new, and hands over what those that continue know."""
-        first = agreement.continuing[0]
-        snapshot = self._method.snapshot()
-        self._connect(agreement.members, f"{agreement.generation}/new", snapshot, first, agreement.new)
+        first, snapshot = agreement.continuing[0], self._method.snapshot()
+        self._connect(agreement.members, _key_with_new(agreement), snapshot, first, agreement.new)
         self._method.data.redivide()
 
     def _connect(
@@ -214,10 +232,8 @@ class Sections:
         before, place = self._members, self._job.rank
         ids = _ids(members)
         stores = [member.stores[place] for member in members]
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-        line = Line(stores, ids.index(self._id), key, self._timeout)
+        self._break()
+        line = Line(stores, ids.index(self._id), f"{key}/{place}", self._timeout)
         first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
         self._method.regroup(line, snapshot, first_rank, new_ranks)
         self._line, self._members = line, members
@@ -226,21 +242,14 @@ class Sections:
 
     def _commit(self) -> None:
         """Tells all replicas that this one has all data of the section, and waits for the same from them."""
-        transport = self._method.transport
-        transport.exchange_flags(1).wait()
-        if transport.shards is not None:
-            transport.shards.exchange_flags(1).wait()
+        self._method.transport.exchange_flags(1).wait()
 
-    def _break(self, error: RuntimeError, agreement: Agreement) -> None:
-        """Ends what is left of the group after the loss of a replica; raises any other error."""
-        if not is_lost_peer(error):
-            self.close()
-            raise error
-        if agreement.new:
-            give_up([member.stores[self._job.rank] for member in agreement.members], f"{agreement.generation}/new")
+    def _break(self) -> None:
+        """Ends what is left of the group, and the waits of this job's ranks for each other."""
         if self._line is not None:
             self._line.close()
             self._line = None
+        self._method.transport.end_waits_for_shards()
 
     def _warn(self, before: list[Member], members: list[Member]) -> None:
         if members[0].id != self._id or self._job.rank != 0 or not before:
@@ -255,6 +264,10 @@ class Sections:
             f"{self._method.num_rounds} rounds: {number}.",
             stacklevel=2,
         )
+
+
+def _key_with_new(agreement: Agreement) -> str:
+    return f"{agreement.generation}/new"
 
 
 def _ids(members: Sequence[Member]) -> list[str]:

@@ -69,7 +69,6 @@ class ReplicaSettings(Settings):
             "injection": (self.injection, None, "needs all ranks' rows in each batch"),
             "partition": (self.partition, "defdp", "gives each rank chunks of its own"),
             "warmup_steps": (self.warmup_steps, 0, "averages the gradients of all ranks in each step"),
-            "ranks_per_replica": (self.ranks_per_replica, 1, "is for the ranks of one job"),
         }
         for name, (value, allowed, why) in excluded.items():
             if value != allowed:

@@ -1,0 +1,85 @@
+"""Replicas that are jobs of several ranks, each with a shard of the model: bit for bit the replicas of one job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_pipesync import LocalSGD
+from tests.harness import DIED, launch
+from tests.lost_ranks import die
+from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp
+from tests.replica_jobs import TIMEOUT_S, launch_replicas
+
+STEPS, PERIOD, DIES = 13, 3, 5
+SETTINGS: dict[str, dict[str, Any]] = {
+    "FedAvg": {},
+    "DiLoCo int4": {"outer_optimizer": "nesterov", "compression": "int4"},
+    "streaming": {"outer_optimizer": "nesterov", "overlap_steps": 1, "fragments": 2},
+}
+
+
+def train(
+    replica: int, settings: dict[str, Any], mesh: DeviceMesh | None = None, lost: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns this rank's shards, its own and the average; the processes of replica ``lost`` die before a step."""
+    in_one_job = mesh is not None
+    mesh = mesh or init_device_mesh("cpu", (2,))
+    model = seeded_mlp(0)
+    fully_shard(model, mesh=mesh["shards"] if in_one_job else mesh)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S, **settings)
+    sync.join()
+    data = 2 * replica + mesh.get_local_rank("shards" if in_one_job else None)
+    while sync.num_steps < STEPS:
+        if replica == lost and sync.num_steps == DIES:
+            die()
+        optimizer.zero_grad()
+        loss(model, sync.num_steps, data).backward()
+        sync.step()
+    own = shards_of(model)
+    sync.end()
+    average = shards_of(model)
+    sync.detach()
+    dist.barrier()
+    return own, average
+
+
+def shards_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train_in_one_job(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return train(dist.get_rank() // 2, settings, mesh)
+
+
+def train_alone(
+    replica: int, settings: dict[str, Any], lost: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    dist.init_process_group("gloo")
+    return train(replica, settings, lost=lost)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
+    of_jobs = launch_replicas(train_alone, 2, SETTINGS[name], ranks_per_replica=2)
+    of_ranks = launch(train_in_one_job, 4, SETTINGS[name])
+    for one, other in zip(of_jobs, of_ranks, strict=True):
+        assert_same(one[0], other[0], name)
+        assert_same(one[1], other[1], name)
+
+
+def test_the_others_go_on_without_a_lost_replica() -> None:
+    """The first one is lost; what is left are two replicas, each on two ranks."""
+    outcomes = launch_replicas(train_alone, 3, {"outer_optimizer": "nesterov"}, 0, ranks_per_replica=2, may_die=(0, 1))
+    assert outcomes[:2] == [DIED, DIED]
+    for rank in (2, 3):
+        (own, average), (others, same) = outcomes[rank], outcomes[rank + 2]
+        assert_same(average, same)
+        assert_same(average, {name: (own[name] + others[name]) / 2 for name in own})
