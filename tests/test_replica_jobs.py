@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_pipesync import LocalSGD
+from lightning_pipesync import LocalSGD, SelSync
 from tests.harness import launch
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.replica_jobs import TIMEOUT_S, launch_replicas
@@ -69,3 +69,10 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
     assert_same(of_jobs[0][1], of_jobs[1][1], name)
     if name in ("FedAvg", "DiLoCo", "int4", "states"):  # the agreed weights are the average that the flush takes then
         assert_same(of_jobs[0][1], of_ranks[0][1], name)
+
+
+def test_other_methods_refuse_to_be_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPESYNC_LIGHTHOUSE", "host0:29510")
+    model = seeded_mlp()
+    with pytest.raises(ValueError, match=r"PIPESYNC_LIGHTHOUSE=host0:29510 is set.*SelSync needs all ranks"):
+        SelSync(model, OPTIMIZERS["sgd"](model))

@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.settings import check_for_loop
+from lightning_pipesync.methods.settings import Settings, check_for_loop
 from lightning_pipesync.training.registry import METHODS, make_config, parse_config, resolve
 
 PREFIX = "PIPESYNC_"
@@ -41,7 +42,7 @@ class PipeSyncPlugin:
     def __init__(self, method: str, **settings: Any) -> None:
         self.method, settings = resolve(method, settings)
         self.config = make_config(self.method, settings)
-        check_for_loop(type(self.config), settings)
+        _check(self.config, settings)
 
     @property
     def method_type(self) -> type[Method]:
@@ -59,7 +60,7 @@ class PipeSyncPlugin:
         plugin = cls.__new__(cls)
         plugin.method, settings = resolve(settings.pop("method", None), settings)
         plugin.config = parse_config(plugin.method, settings)
-        check_for_loop(type(plugin.config), settings)
+        _check(plugin.config, settings)
         return plugin
 
     @classmethod
@@ -67,7 +68,8 @@ class PipeSyncPlugin:
         """Returns the plugin that the environment variables configure; None if none of them is set.
 
         ``PIPESYNC_METHOD`` names the method; ``PIPESYNC_DELTA`` and so on are its settings. ``PIPESYNC_CONFIG`` names a
-        YAML file with ``method`` and settings, which the other variables override.
+        YAML file with ``method`` and settings, which the other variables override. Those of replicas that come and go
+        (``PIPESYNC_LIGHTHOUSE``) select no method.
 
         Raises:
             ValueError: there is no such file, method or setting, or a setting is not of its type or out of its range.
@@ -76,7 +78,7 @@ class PipeSyncPlugin:
         given = {
             name.removeprefix(PREFIX).lower(): value
             for name, value in environment.items()
-            if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, NUM_PROCESSES_VARIABLE)
+            if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, NUM_PROCESSES_VARIABLE, ADDRESS, NAME, NUMBER)
         }
         if CONFIG_VARIABLE in environment:
             path = environment[CONFIG_VARIABLE]
@@ -88,6 +90,15 @@ class PipeSyncPlugin:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.method!r}, {self.config!r})"
+
+
+def _check(config: Settings, settings: Mapping[str, Any]) -> None:
+    check_for_loop(type(config), settings)
+    if address := getattr(config, "lighthouse", None):
+        raise ValueError(
+            f"lighthouse={address!r} is for plain loops, Lightning and Fabric; Accelerate's loaders cannot be divided "
+            "anew yet: start one job with accelerate launch, or take a loop without Accelerate."
+        )
 
 
 def section_of(content: dict[str, Any], path: str | Path) -> dict[str, Any]:
