@@ -162,7 +162,7 @@ class ElasticReplicaMethod(ReplicaMethod):
                 f"{type(self).__name__} has not joined the other replicas: call join() before the first forward pass, "
                 "after loading a checkpoint."
             )
-        self.send_rest()
+        self._sections.send_rest()
 
     def send_rest(self) -> None:
         """Sends new replicas what is handed over besides the method's state, as it is between two steps."""
@@ -223,6 +223,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         codec's residuals start at zero.
         """
         self.transport.exchange_with(line)
+        self._waiting = []
         is_new = line.rank in new
         if is_new:
             snapshot = self._take_over(self.transport.receive_state(first))

@@ -88,8 +88,9 @@ class Sections:
             if starts and len(agreement.members) < self._num_replicas:
                 self._wait_for_more(agreement, begin)
                 continue
-            if self._attempt(agreement, partial(self._join, agreement, starts)):
-                self.completed, self.generation = agreement.completed, agreement.generation
+            if self._attempt(agreement, partial(self._join, agreement)):
+                # Others have completed a section before they take new ones in.
+                self.completed, self.generation = agreement.completed + (not starts), agreement.generation
                 self.has_joined = True
 
     def end(self, section: Callable[[], object]) -> None:
@@ -132,6 +133,16 @@ class Sections:
                 is_final = True
                 if not agreement.new or self._attempt(agreement, partial(self._take_in, agreement)):
                     return
+
+    def send_rest(self) -> None:
+        """Has the method send new replicas the rest; the next section finds out whether one is lost."""
+        try:
+            self._method.send_rest()
+        except RuntimeError as error:
+            if not is_lost_peer(error) or self._line is None:
+                raise
+            self._line.close()
+            self._line = None
 
     def go_on(self) -> None:
         """Notes that the training goes on, in the first rank of the job."""
@@ -185,27 +196,26 @@ class Sections:
             return True
         self._break()
         if agreement.new:
-            give_up([member.stores[self._job.rank] for member in agreement.members], _key_with_new(agreement))
+            give_up(self._stores(agreement.members), self._key(agreement, "new"))
         return False
 
-    def _join(self, agreement: Agreement, starts: bool) -> None:
-        is_in = self._is_in(agreement)
-        if is_in:
+    def _join(self, agreement: Agreement) -> None:
+        is_first = self._is_in(agreement)
+        if is_first:
             self._continue(agreement, self._method.snapshot())
-            self._next = None if starts else agreement
-        if agreement.new and (starts or not is_in):
+        if agreement.new:
             self._take_in(agreement)
-        if not is_in:
-            self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
-        elif starts:
+        if is_first:
             self._method.send_rest()
             self._method.data.redivide()
+        else:
+            self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
 
     def _continue(self, agreement: Agreement, snapshot: Snapshot) -> None:
         """Makes a group of those that continue, unless they have it, and restores ``snapshot``."""
         is_new = self._made_in != agreement.generation
         if is_new and not (agreement.connected and _ids(self._members) == _ids(agreement.continuing)):
-            self._connect(agreement.continuing, agreement.generation, snapshot)
+            self._connect(agreement.continuing, self._key(agreement, "continuing"), snapshot)
             self._made_in = agreement.generation
 
     def _complete(self, agreement: Agreement, section: Callable[[], object]) -> None:
@@ -217,7 +227,7 @@ class Sections:
     def _take_in(self, agreement: Agreement) -> None:
         """Makes a group with those that are new, and hands over what those that continue know."""
         first, snapshot = agreement.continuing[0], self._method.snapshot()
-        self._connect(agreement.members, _key_with_new(agreement), snapshot, first, agreement.new)
+        self._connect(agreement.members, self._key(agreement, "new"), snapshot, first, agreement.new)
         self._method.data.redivide()
 
     def _connect(
@@ -229,16 +239,21 @@ class Sections:
         new: Sequence[Member] = (),
     ) -> None:
         """Makes a group, and continues from ``snapshot``, those that are ``new`` from that of ``first``."""
-        before, place = self._members, self._job.rank
-        ids = _ids(members)
-        stores = [member.stores[place] for member in members]
+        before, ids = self._members, _ids(members)
         self._break()
-        line = Line(stores, ids.index(self._id), f"{key}/{place}", self._timeout)
+        line = self._line = Line(self._stores(members), ids.index(self._id), key, self._timeout)
         first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
         self._method.regroup(line, snapshot, first_rank, new_ranks)
-        self._line, self._members = line, members
+        self._members = members
         self._commit()
         self._warn(before, members)
+
+    def _stores(self, members: Sequence[Member]) -> list[str]:
+        return [member.stores[self._job.rank] for member in members]
+
+    def _key(self, agreement: Agreement, of: str) -> str:
+        """Returns the key of the group with those that are new, or without them, of this rank's shard."""
+        return f"{agreement.generation}/{of}/{self._job.rank}"
 
     def _commit(self) -> None:
         """Tells all replicas that this one has all data of the section, and waits for the same from them."""
@@ -264,10 +279,6 @@ class Sections:
             f"{self._method.num_rounds} rounds: {number}.",
             stacklevel=2,
         )
-
-
-def _key_with_new(agreement: Agreement) -> str:
-    return f"{agreement.generation}/new"
 
 
 def _ids(members: Sequence[Member]) -> list[str]:

@@ -1,0 +1,69 @@
+"""What the replicas of a quorum agree on, by where each stands: tables of what may have befallen them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipesync.core.faults.agreement import Agreement, agree
+from lightning_pipesync.core.faults.lighthouse import Member, Quorum, Standing
+
+#: Generations: of the last quorum, and of the one before.
+LAST, BEFORE = "00000008/000000000001.000000000", "00000007/000000000009.000000000"
+
+
+def at(completed: int, generation: str = LAST, **more: bool) -> Standing:
+    return Standing(completed, generation, connected=more.pop("connected", True), **more)
+
+
+def new(completed: int = 0) -> Standing:
+    return Standing(completed, joins=True)
+
+
+def outcome(*standings: Standing) -> Agreement:
+    """Returns what replicas with these standings agree on; their ids are a, b, ..."""
+    members = [Member(chr(ord("a") + i), "host", 1, ["host:1"], each) for i, each in enumerate(standings)]
+    return agree(Quorum(members, "next"))
+
+
+#: By what has befallen them: where each stands; who continues; the sections that are complete; whether they still have
+#: a group.
+TABLE: dict[str, tuple[list[Standing], str, int, bool]] = {
+    "nothing": ([at(3), at(3), at(3)], "abc", 3, True),
+    "another is lost before the data": ([at(3, connected=False), at(3, connected=False)], "ab", 3, False),
+    "one is behind, the section is undone": ([at(4, undoable=True), at(3, connected=False)], "ab", 3, False),
+    "two are behind": ([at(3), at(4, undoable=True), at(3)], "abc", 3, True),
+    "all have it, none knows": ([at(4, undoable=True), at(4, undoable=True)], "ab", 4, True),
+    "one knows that all have it": ([at(4), at(4, undoable=True, connected=False)], "ab", 4, False),
+    "one is at the next section already": ([at(4, undoable=True, connected=False), at(4), at(4)], "abc", 4, False),
+    "one is behind, and another cannot undo it": ([at(4), at(4, undoable=True), at(3)], "ab", 4, True),
+    "one is two sections behind": ([at(5, undoable=True), at(3)], "a", 5, True),
+    "one was left out": ([at(3), at(3), at(3, BEFORE)], "ab", 3, True),
+    "one left out has undone nothing, the others have": ([at(2), at(2), at(3, BEFORE, undoable=True)], "ab", 2, True),
+    "one left out is further by its own count": ([at(9, BEFORE), at(3)], "b", 3, True),
+    "one of two that were left out is alone": ([at(3, BEFORE)], "a", 3, True),
+    "one comes": ([at(3), new(), at(3)], "ac", 3, True),
+    "one comes, and its checkpoint is of later": ([at(3), new(7)], "a", 3, True),
+    "one comes as another is lost": ([new(), at(3, connected=False), at(3, connected=False)], "bc", 3, False),
+    "one comes as a section is undone": ([new(), at(3), at(4, undoable=True)], "bc", 3, True),
+    "all are new": ([new(), new(), new()], "a", 0, False),
+    "all are new, from checkpoints of different age": ([new(2), new(5), new(5)], "b", 5, False),
+    "one of the new ones has begun": ([new(), at(0, "00000001/1", joins=True), new()], "b", 0, True),
+    "all but one are lost": ([at(4, undoable=True, connected=False)], "a", 4, False),
+}
+
+
+@pytest.mark.parametrize("befallen", TABLE)
+def test_who_continues_from_where(befallen: str) -> None:
+    standings, continuing, completed, connected = TABLE[befallen]
+    agreement = outcome(*standings)
+    ids = "".join(member.id for member in agreement.members)
+    assert "".join(member.id for member in agreement.continuing) == continuing
+    assert "".join(member.id for member in agreement.new) == "".join(sorted(set(ids) - set(continuing)))
+    assert len(ids) == len(standings)
+    assert (agreement.completed, agreement.connected, agreement.generation) == (completed, connected, "next")
+
+
+def test_later_generations_sort_behind_earlier_ones() -> None:
+    """By their number, also when a clock was set back, and by the time among those of the same number."""
+    generations = ["", "00000009/000000000001.999999999", "00000009/000000000002.0", "00000010/000000000001.0"]
+    assert sorted(generations) == generations

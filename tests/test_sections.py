@@ -1,0 +1,33 @@
+"""Sections, whatever befalls replicas at any point of the protocol: all that continue have the same rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.replica_world import World
+
+SEEDS, ROUNDS = 300, 5
+
+
+def test_all_that_continue_have_the_same_rounds() -> None:
+    """And no replica waits for ever, or ends without a word."""
+    ends: dict[str, int] = {}
+    for seed in range(SEEDS):
+        world = World(seed, num_replicas=2 + seed % 3, num_rounds=ROUNDS, faults=seed % 7)
+        try:
+            world.run()
+        except AssertionError as error:
+            pytest.fail(f"seed {seed}: {error}")
+        for process in world.processes:
+            assert process.outcome in ("done", "killed", "left out", "too few"), (seed, process.id, process.outcome)
+            ends[process.outcome] = ends.get(process.outcome, 0) + 1
+        began = world.survivor.method.rounds
+        if not began:  # the others were lost before they could begin with it
+            assert world.survivor.outcome == "too few", seed
+            continue
+        assert world.survivor.outcome == "done", seed
+        for process in world.processes:
+            if process.id in began[-1]:
+                assert process.outcome in ("done", "killed", "left out"), (seed, process.id)
+    assert ends["done"] > 2 * SEEDS, "most replicas go on, and new ones are taken in"
+    assert min(ends[each] for each in ("killed", "left out", "too few")) > SEEDS // 40, ends
