@@ -509,3 +509,37 @@ def test_the_namespaces_of_a_living_run_are_left_alone() -> None:
     finally:
         run.terminate()
         run.join(120)
+
+
+#: Sends 100 packets at once to an address that need not answer.
+SEND_PACKETS = """
+import socket, sys
+sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for _ in range(100):
+    sender.sendto(bytes(1000), (sys.argv[1], 9))
+"""
+
+
+@needs_machine
+def test_links_are_cut_and_mended_and_lose_packets(nothing_left: None) -> None:
+    with Network(hosts=2, racks=2) as network:
+        assert network.is_connected(0)
+        network.cut(0)
+        assert not network.is_connected(0)
+        assert network.is_connected(1)
+        network.mend(0)
+        wait_until(lambda: network.is_connected(0))
+        for lossy in (False, True):
+            if lossy:
+                network.lose_packets(0)
+            others = network.packets_lost(1)
+            assert run_job(network, [*python(SEND_PACKETS), network.address(1)]) == 0
+            assert (network.packets_lost(0) > 0) == lossy
+            assert network.packets_lost(1) == others
+        network.lose_no_packets(0)
+        before = network.packets_lost(0)
+        assert run_job(network, [*python(SEND_PACKETS), network.address(1)]) == 0
+        assert network.packets_lost(0) == before
+        assert not network.is_parted()
+        network.part()
+        assert network.is_parted()

@@ -98,6 +98,41 @@ def add_hosts(switch: str, hosts: Sequence[tuple[str, int, int]], addresses: Seq
             route.addr("add", index=_shape(route, INTERFACE, rate), address=address, prefixlen=prefix)
 
 
+def set_link(namespace: str, name: str, up: bool) -> None:
+    """Plugs an interface in, or pulls it out: its peer keeps its addresses and routes."""
+    with _inside(namespace), IPRoute() as route:
+        route.link("set", index=_index(route, name), state="up" if up else "down")
+
+
+def has_carrier(namespace: str, name: str) -> bool:
+    """Returns whether an interface is up, and so is its peer."""
+    with _inside(namespace), IPRoute() as route:
+        state: str = route.get_links(_index(route, name))[0].get_attr("IFLA_OPERSTATE")
+    return state == "UP"
+
+
+def limit_queue(namespace: str, name: str, rate: int, burst: int, limit: int) -> None:
+    """Gives an interface another rate, in bits per second, and a queue of ``limit`` bytes; the rest is dropped."""
+    with _inside(namespace), IPRoute() as route:
+        settings = {"rate": rate // 8, "burst": burst, "limit": limit}
+        route.tc("change", "tbf", _index(route, name), handle=0x10000, **settings)
+
+
+def widen_queue(namespace: str, name: str, rate: int) -> None:
+    """Undoes :func:`limit_queue`."""
+    with _inside(namespace), IPRoute() as route:
+        settings = {"rate": rate // 8, "burst": burst_bytes(rate), "latency": _LATENCY}
+        route.tc("change", "tbf", _index(route, name), handle=0x10000, **settings)
+
+
+def dropped(namespace: str, name: str) -> int:
+    """Returns how many packets the queue of an interface has dropped."""
+    with _inside(namespace), IPRoute() as route:
+        index = _index(route, name)
+        queues = [queue for queue in route.get_qdiscs(index) if queue["index"] == index]
+    return sum(int(queue.get_attr("TCA_STATS")["drop"]) for queue in queues)
+
+
 def burst_bytes(rate: int) -> int:
     """Returns the size of a token bucket in bytes, which may pass at once after a pause.
 

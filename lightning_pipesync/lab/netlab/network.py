@@ -20,6 +20,8 @@ _SUBNET = ipaddress.ip_network("198.18.0.0/16")
 #: Maximum number of ports of a bridge, rounded down.
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
+#: Bits per second, and bytes that may pass at once and that may wait, of a link that loses packets.
+_LOSSY = (1_000_000, 1600, 1600)
 #: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _serials = itertools.count()
@@ -114,10 +116,68 @@ class Network:
             "NCCL_HOSTID": self.namespace(host),
         }
 
+    def cut(self, host: int) -> None:
+        """Cuts the link of a host."""
+        self._set_link(f"host{host}", up=False)
+
+    def mend(self, host: int) -> None:
+        """Mends the link of a host."""
+        self._set_link(f"host{host}", up=True)
+
+    def is_connected(self, host: int) -> bool:
+        """Returns whether the link of a host is in order."""
+        from lightning_pipesync.lab.netlab import kernel
+
+        return kernel.has_carrier(self.namespace(host), kernel.INTERFACE)
+
+    def part(self) -> None:
+        """Cuts the first rack off the others."""
+        self._set_link("up0", up=False)
+
+    def is_parted(self) -> bool:
+        """Returns whether the first rack is cut off."""
+        from lightning_pipesync.lab.netlab import kernel
+
+        return not kernel.has_carrier(self._switch, "down0")
+
+    def lose_packets(self, host: int) -> None:
+        """Makes the link of a host so thin, in both directions, and its queues so short that packets are lost."""
+        from lightning_pipesync.lab.netlab import kernel
+
+        for namespace, name in self._ends_of(host):
+            kernel.limit_queue(namespace, name, *_LOSSY)
+
+    def lose_no_packets(self, host: int) -> None:
+        """Undoes :meth:`lose_packets`."""
+        from lightning_pipesync.lab.netlab import kernel
+
+        for namespace, name in self._ends_of(host):
+            kernel.widen_queue(namespace, name, self.rates[host])
+
+    def packets_lost(self, host: int) -> int:
+        """Returns how many packets the queues of a host's link have dropped, in both directions."""
+        from lightning_pipesync.lab.netlab import kernel
+
+        return sum(kernel.dropped(namespace, name) for namespace, name in self._ends_of(host))
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._prefix}switch"
+
+    def _ends_of(self, host: int) -> list[tuple[str, str]]:
+        from lightning_pipesync.lab.netlab.kernel import INTERFACE
+
+        return [(self.namespace(host), INTERFACE), (self._switch, f"host{host}")]
+
+    def _set_link(self, name: str, up: bool) -> None:
+        from lightning_pipesync.lab.netlab import kernel
+
+        kernel.set_link(self._switch, name, up)
+
     def _create(self) -> None:
         from lightning_pipesync.lab.netlab import kernel
 
-        numbers, switch = range(self.hosts), f"{self._prefix}switch"
+        numbers, switch = range(self.hosts), self._switch
         for name in (switch, *map(self.namespace, numbers)):
             kernel.create(name)
         kernel.add_switches(switch, self.racks, self._uplink)
