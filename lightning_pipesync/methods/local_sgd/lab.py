@@ -10,6 +10,7 @@ from lightning_pipesync.core.work import Work
 from lightning_pipesync.methods.laboratory import (
     AVERAGES,
     BenchCandidate,
+    Drilled,
     Exchange,
     LabEntry,
     Prediction,
@@ -39,6 +40,10 @@ class LocalSGDLab(LabEntry):
     compared_trainings = ("period=0.25epoch",)
     exchanges = (
         Exchange(AVERAGES, {codec: {**OUTER, "period": 1, "compression": codec} for codec in ("none", "int8", "int4")}),
+    )
+    drilled = (
+        Drilled({"period": 2}),
+        Drilled({"period": 2, "overlap_steps": 1, "outer_optimizer": "nesterov", "compression": "int8"}),
     )
 
     def bench_candidates(
