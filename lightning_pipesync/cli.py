@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_pipesync import __version__
 from lightning_pipesync.core.extras import check_extra
+from lightning_pipesync.lab.drill.command import Drill
 from lightning_pipesync.lab.netlab.command import netlab
 from lightning_pipesync.lab.plan.command import Plan
 from lightning_pipesync.training.registry import METHODS
@@ -40,6 +41,7 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
     "launch": launch,
     "plan": Plan,
     "netlab": netlab,
+    "drill": Drill,
     "bench": {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
         "collectives": "lightning_pipesync.lab.bench.collectives:Collectives",
@@ -63,7 +65,7 @@ MOVED_WORDS = {
 }
 
 #: The extra that each subcommand needs.
-EXTRAS = {"launch": "accelerate", "plan": "plan", "netlab": "netlab", "bench": "bench"}
+EXTRAS = {"launch": "accelerate", "plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"}
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
@@ -219,6 +221,8 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
         options, command = words[:cut], words[cut + 1 :]
     if options[:1] == ["plan"]:
         options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
+    if options[:1] == ["drill"]:
+        options = with_lists(options, Drill)
     if options[:1] == ["bench"] and options[1:2] and not options[1].startswith("-"):
         options = with_lists(options, components["bench"][options[1]])
     options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]

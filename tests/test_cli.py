@@ -22,7 +22,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pln"], "There is no subcommand 'pln'. Did you mean pipesync plan? There are launch, plan, netlab, bench."),
+        (["pln"], "There is no subcommand 'pln'. Did you mean pipesync plan? There are launch, plan, netlab, drill, "),
         (["bench", "stp"], "There is no subcommand 'stp'. Did you mean pipesync bench step? There are collectives, "),
         (["bench", "xyz"], "There is no subcommand 'xyz'. There are collectives, "),
         (["bench", "plan"], "bench plan is now python -m benchmarks.plan_accuracy, to run in a checkout"),
@@ -38,7 +38,7 @@ def test_a_subcommand_that_is_meant(words: list[str], said: str, capsys: pytest.
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["plan"], ["netlab"], ["launch"], ["bench"], ["bench", "step"], ["bench", "converge"]],
+    [[], ["plan"], ["netlab"], ["drill"], ["launch"], ["bench"], ["bench", "step"], ["bench", "converge"]],
 )
 def test_help_has_no_types_of_python(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a command would do after its options are read, it does not."""
     monkeypatch.setattr(Command, "run", lambda self: None)
     monkeypatch.setattr(cli.Plan, "run", lambda self: None)
+    monkeypatch.setattr(cli.Drill, "run", lambda self: None)
     monkeypatch.setattr(network.Network, "__enter__", lambda self: self)
     monkeypatch.setattr(network.Network, "__exit__", lambda self, *error: None)
     monkeypatch.setattr(job, "run_job", lambda *args, **options: 0)

@@ -1,0 +1,86 @@
+"""The phases of a training, in which faults strike, and the gate on which a rank meets them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_pipesync.core.comm.messages import Messages
+
+if TYPE_CHECKING:
+    from lightning_pipesync.lab.drill.case import Strike
+
+#: Optimizer steps of an epoch, at whose end the weights are consolidated and a checkpoint is saved; and of all.
+STEPS_OF_EPOCH, EPOCHS = 3, 3
+STEPS = STEPS_OF_EPOCH * EPOCHS
+
+#: In the order of a training. ``collective``: a message of the method is about to be sent.
+PHASES = ("init", "attach", "forward", "backward", "step", "collective", "flush", "checkpoint", "end")
+WITHIN_STEPS = ("forward", "backward", "step", "collective")
+#: Before them no method is attached, so that nothing of this package watches over the ranks.
+UNWATCHED = ("init",)
+
+
+class Gate:
+    """On a rank: tells the faults that strike it that their phase has come.
+
+    Attributes:
+        step: the number of steps that this rank has begun.
+        poisoned: whether the next batch is to be NaN.
+        message: what is about to be sent, in a collective.
+        point: where the rank is.
+    """
+
+    def __init__(self, rank: int, strikes: Sequence[Strike], connection: Connection) -> None:
+        self.rank, self.step, self.poisoned = rank, 0, False
+        self.message: Tensor | None = None
+        self._pending = {number: strike for number, strike in enumerate(strikes) if strike.rank == rank}
+        self._skip = {number: strike.message for number, strike in self._pending.items()}
+        self._connection, self._lock = connection, threading.RLock()
+        if any(strike.phase == "collective" for strike in self._pending.values()):
+            self._watch_messages()
+
+    def reach(self, phase: str) -> None:
+        """Has the faults strike whose phase this is, and whose step has come."""
+        with self._lock:
+            for number, strike in list(self._pending.items()):
+                early = phase not in ("init", "attach", "end") and self.step <= strike.step
+                if strike.phase != phase or early:
+                    continue
+                if phase == "collective" and self._skip[number]:
+                    self._skip[number] -= 1
+                    continue
+                del self._pending[number]
+                self.say(at=number)
+                strike.kind.strike(self, number)
+
+    def poison(self, loss: Tensor) -> Tensor:
+        """Returns the loss of a batch, or NaN if a fault wants it."""
+        poisoned, self.poisoned = self.poisoned, False
+        return loss * math.nan if poisoned else loss
+
+    def wait(self) -> None:
+        """Waits until the supervisor has done what a fault consists of."""
+        self._connection.recv()
+
+    def say(self, **event: Any) -> None:
+        """Tells the supervisor what has happened on this rank."""
+        with self._lock:
+            self._connection.send(event)
+
+    def _watch_messages(self) -> None:
+        send = Messages.start_sending
+
+        def start_sending(messages: Messages, tensor: Tensor, peer: int) -> Any:
+            with self._lock:
+                self.message = tensor
+                self.reach("collective")
+                tensor, self.message = self.message, None
+            return send(messages, tensor, peer)
+
+        Messages.start_sending = start_sending  # type: ignore[method-assign, assignment]

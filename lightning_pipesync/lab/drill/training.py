@@ -1,0 +1,242 @@
+"""The training that is drilled: a small network on each rank, in a plain loop or by a framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_pipesync.lab.drill.phases import STEPS, STEPS_OF_EPOCH, Gate
+from lightning_pipesync.training.registry import METHODS
+
+BATCH_SIZE, FEATURES, CLASSES, WIDTH = 4, 6, 2, 10
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank trains.
+
+    Args:
+        method: its name in the registry.
+        settings: the method's.
+        rank: this rank.
+        ranks: their number.
+        folder: where checkpoints are saved.
+        timeout_s: of the method and of the default process group.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    rank: int
+    ranks: int
+    folder: Path
+    timeout_s: float
+
+    @property
+    def pipelined(self) -> bool:
+        return METHODS[self.method].makes_passes
+
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        return {**self.settings, "timeout_s": self.timeout_s}
+
+    def network(self, gate: Gate) -> nn.Sequential:
+        """Returns a network with a layer that is a gate for each rank, so that each stage of a pipeline has one."""
+        torch.manual_seed(self.rank)  # the method makes rank 0's weights those of all
+        widths = [FEATURES, *[WIDTH] * self.ranks]
+        layers = [
+            layer
+            for width in range(self.ranks)
+            for layer in (nn.Linear(widths[width], widths[width + 1]), GateLayer(gate))
+        ]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Returns this rank's batch of a step; the stages of a pipeline have the same."""
+        return batch_of(step, 0 if self.pipelined else self.rank)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / f"at-{step}"
+
+
+class GateLayer(nn.Tanh):
+    """An activation in whose forward and backward passes faults strike."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate.reach("forward")
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.gate.reach("backward"))
+        return y
+
+    def __deepcopy__(self, memo: Any) -> GateLayer:
+        return GateLayer(self.gate)
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(BATCH_SIZE, FEATURES, generator=generator) * (1 + (7 * step + 3 * rank) % 4)
+    return x, (x.sum(dim=1) > 0).long()
+
+
+def optimizer_of(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def loss_of(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, y)
+
+
+class Loop(ABC):
+    """A training in a loop of the user's own; its construction is a collective call."""
+
+    model: nn.Module
+
+    def __init__(self, task: Task, gate: Gate) -> None:
+        self.task, self.gate = task, gate
+
+    @abstractmethod
+    def train_on(self, x: Tensor, y: Tensor) -> None:
+        """Makes the passes of a batch, and the step."""
+
+    @abstractmethod
+    def consolidate(self) -> None:
+        """Makes the weights the consolidated ones, as before a validation, and goes on."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def load(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the training, with the consolidated weights in the model."""
+
+    @classmethod
+    def train(cls, task: Task, gate: Gate, resumed: Path | None) -> dict[str, Tensor]:
+        """Trains on this rank, see :meth:`run`."""
+        return cls(task, gate).run(resumed)
+
+    def run(self, resumed: Path | None) -> dict[str, Tensor]:
+        """Trains to the end, perhaps from a checkpoint; returns the consolidated weights."""
+        first = 0
+        if resumed is not None:
+            self.load(resumed)
+            first = step_of(resumed)
+        for step in range(first, STEPS):
+            self.gate.step = step + 1
+            x, y = self.task.batch(step)
+            self.train_on(x, y)
+            if (step + 1) % STEPS_OF_EPOCH == 0:
+                self.gate.reach("flush")
+                self.consolidate()
+                self.gate.reach("checkpoint")
+                self.save(self.task.checkpoint(step + 1))
+        self.gate.reach("end")
+        self.end()
+        return self.model.state_dict()
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return self.gate.poison(loss_of(output, y))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2].partition(".")[0])
+
+
+class PlainLoop(Loop):
+    """A loop without a framework; its checkpoints are a folder with a file of each rank."""
+
+    def __init__(self, task: Task, gate: Gate) -> None:
+        super().__init__(task, gate)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout_s))
+        self.model = task.network(gate)
+        gate.reach("attach")
+        self.attach()
+
+    def attach(self) -> None:
+        self.optimizer = optimizer_of(self.model.parameters())
+        method: Any = METHODS[self.task.method]
+        self.sync = method(self.model, self.optimizer, **self.task.all_settings)
+
+    def train_on(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.model(x), y).backward()
+        self.gate.reach("step")
+        self.sync.step()
+
+    def consolidate(self) -> None:
+        self.sync.flush()
+        self.sync.resume()
+
+    def save(self, path: Path) -> None:
+        self.sync.flush()
+        saved = {
+            "model": self.model.state_dict(),
+            "optimizer": self.sync.optimizer_state_dict(self.optimizer),
+            "pipesync": self.sync.state_dict(),
+        }
+        self.write(saved, path)
+        self.sync.resume()
+
+    def write(self, saved: dict[str, Any], path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        torch.save(saved, path / f"{self.task.rank}.pt")
+
+    def read(self, path: Path) -> dict[str, Any]:
+        saved: dict[str, Any] = torch.load(path / f"{self.task.rank}.pt", weights_only=True)
+        return saved
+
+    def load(self, path: Path) -> None:
+        saved = self.read(path)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.sync.load_state_dict(saved["pipesync"])
+
+    def end(self) -> None:
+        self.sync.flush()
+        self.sync.detach()
+
+
+class PlainPipeline(PlainLoop):
+    """A pipeline's engine in a loop without a framework."""
+
+    def attach(self) -> None:
+        method: Any = METHODS[self.task.method]
+        self.engine = method(self.model, None, optimizer_of, **self.task.all_settings)
+
+    def train_on(self, x: Tensor, y: Tensor) -> None:
+        self.engine.feed(lambda: x, lambda output, part: self.loss(output, part(y)))
+        if self.engine.backward():
+            self.gate.reach("step")
+            self.engine.step()
+
+    def consolidate(self) -> None:
+        self.engine.flush()
+
+    def save(self, path: Path) -> None:
+        self.engine.flush()
+        self.engine.gather()
+        self.write({"model": self.model.state_dict(), "pipesync": self.engine.state_dict()}, path)
+
+    def load(self, path: Path) -> None:
+        saved = self.read(path)
+        self.model.load_state_dict(saved["model"])
+        self.engine.load_state_dict(saved["pipesync"])
+
+    def end(self) -> None:
+        self.engine.flush()
+        self.engine.gather()
+        self.engine.detach()
