@@ -145,6 +145,13 @@ class ElasticOrder:
                 )
         self.sampler.offset, self.sampler.done = there.offset, there.num_batches * there.batch_size
 
-    def divide(self, place_of_data: tuple[int, int]) -> None:
-        """Divides what is left of the epoch from the next iteration on; ``place_of_data`` is (k, n): the k-th of n."""
+    def divide(self, place_of_data: tuple[int, int], epoch: int, num_batches: int) -> bool:
+        """Divides what is left of the epoch after ``num_batches`` batches from the next iteration on.
+
+        ``place_of_data`` is (k, n): this is then the k-th of n members. Returns whether it was not before.
+        """
+        if place_of_data == (self.sampler.rank, self.sampler.num_replicas):
+            return False
+        self.begin_at(epoch, num_batches)
         self.sampler.rank, self.sampler.num_replicas = place_of_data
+        return True

@@ -97,9 +97,7 @@ class TrainLoader(LoaderWrapper):
         Members that call this do so after the same number of batches of the epoch. Without an ``ElasticSampler`` the
         order stays.
         """
-        if self._order is not None:
-            self._order.begin_at(self.epoch, self._num_batches)
-            self._order.divide(place_of_data)
+        if self._order is not None and self._order.divide(place_of_data, self.epoch, self._num_batches):
             self._is_elsewhere = True
 
     def _rest(self) -> Generator[Any, None, None]:

@@ -37,7 +37,12 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).check_num_batches()
+        _strategy(trainer).join()
         self._summary = FitSummary(_strategy(trainer).attached, trainer.global_step)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).begin_epoch()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

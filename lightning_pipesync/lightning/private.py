@@ -6,7 +6,8 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,6 +20,7 @@ from lightning_pipesync.fabric.private import LIGHTNING
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.loops.progress import _ProcessedTracker
     from torchmetrics import Metric
 
 
@@ -27,7 +29,7 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
     require(trainer, "_logger_connector")
     require(trainer._logger_connector, "should_update_logs")
     require(trainer._logger_connector, "_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-    require(trainer.fit_loop, "_combined_loader", "_data_fetcher", "_should_accumulate")
+    require(trainer.fit_loop, "_combined_loader", "_data_fetcher", "_restarting", "_should_accumulate")
     require(trainer.lightning_module, "_trainer")
     require(precision, "_after_closure", "clip_grad_by_norm", "clip_grad_by_value")
 
@@ -93,6 +95,96 @@ def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], D
         known = loaders.flattened
         loaders.flattened = [change(loader) if isinstance(loader, DataLoader) else loader for loader in known]
         iter(fetcher)
+
+
+def num_train_loaders(trainer: Trainer) -> int:
+    loaders = trainer.fit_loop._combined_loader
+    return 0 if loaders is None else len(loaders.flattened)
+
+
+def position_of(trainer: Trainer) -> tuple[int, int]:
+    """Returns the epoch, and how many of its batches were trained on, with the present one."""
+    epochs = cast("_ProcessedTracker", trainer.fit_loop.epoch_progress.current)
+    return epochs.processed, num_batches_trained(trainer) if epochs.started > epochs.processed else 0
+
+
+def progress_of(trainer: Trainer) -> dict[str, Any]:
+    """Returns the progress of the Trainer's loops as it will be after the present batch.
+
+    It is that of a checkpoint which is saved after that batch, or, if it is the last one of its epoch, at the start of
+    the next epoch.
+    """
+    progress = deepcopy(trainer.fit_loop.state_dict())
+    batches, epochs = progress["epoch_loop.batch_progress"], progress["epoch_progress"]
+    steps = [
+        progress["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"],
+        progress["epoch_loop.manual_optimization.optim_step_progress"],
+    ]
+    for part in ("total", "current"):
+        batches[part]["processed"] = batches[part]["started"]
+        for step in steps:
+            step[part]["completed"] = step[part]["ready"]
+    if not batches["is_last_batch"] and epochs["total"]["started"] > epochs["total"]["processed"]:
+        return progress
+    if batches["total"]["completed"] < batches["total"]["processed"]:
+        progress["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    batches["total"] |= {"completed": batches["total"]["ready"]}
+    for present in (batches, progress["epoch_loop.scheduler_progress"], *steps):
+        present["current"] = dict.fromkeys(present["current"], 0)
+    batches["is_last_batch"] = False
+    for part in ("total", "current"):
+        epochs[part] = dict.fromkeys(epochs[part], epochs[part]["started"])
+    return progress
+
+
+def go_to_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """Continues from :func:`progress_of` another Trainer; called in ``on_train_start``."""
+    loop = trainer.fit_loop
+    loop.load_state_dict(progress)
+    loop.reset()
+    epochs = cast("_ProcessedTracker", loop.epoch_progress.current)
+    if trainer.max_steps == -1:
+        epochs.completed = epochs.processed
+    if epochs.started == epochs.processed:  # otherwise Lightning looks for what is left of an epoch, also of none
+        loop._restarting = loop.epoch_loop.restarting = False
+
+
+def begin_next_epoch(trainer: Trainer) -> None:
+    """Begins an epoch if a checkpoint was saved at the last batch of the one before; called in ``on_train_start``.
+
+    Lightning would count one epoch less from there on than it has begun.
+    """
+    batches = cast("_ProcessedTracker", trainer.fit_loop.epoch_loop.batch_progress.total)
+    if batches.completed < batches.processed and position_of(trainer)[1] == 0:
+        go_to_progress(trainer, progress_of(trainer))
+
+
+def restart_train_loader(trainer: Trainer) -> None:
+    """Begins another iteration over the training loader, whose order has changed, if it is set up already."""
+    loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
+    if fetcher is None:
+        return
+    set_num_batches(trainer)
+    iter(fetcher)
+    batches = loop.epoch_loop.batch_progress
+    current = cast("_ProcessedTracker", batches.current)
+    if current.started > current.processed:  # within a batch; otherwise the loop does it
+        fetcher.fetched += current.ready
+        fetcher.done = fetcher.fetched >= loop.max_batches
+        batches.is_last_batch |= fetcher.done
+
+
+def set_num_batches(trainer: Trainer) -> None:
+    """Sets the number of batches of the epoch to what the one training loader now says, and when validation is due."""
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    loaders = loop._combined_loader
+    if loaders is None:
+        return
+    lengths = [len(loader) for loader in loaders.flattened]
+    loaders.limits = [int(length * limit) if isinstance(limit, float) else min(length, limit) for length in lengths]
+    loop.max_batches = max(loaders.limits)  # its own length is that of the present iteration
+    if isinstance(trainer.val_check_interval, float) and getattr(trainer, "_val_check_time_interval", None) is None:
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
 
 def run_hooks_before_step(precision: Any, module: Any, optimizer: Optimizer) -> None:

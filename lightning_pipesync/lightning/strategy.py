@@ -163,6 +163,12 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
                 "same number of samples, or set Trainer(limit_train_batches=...) to the smallest number."
             )
 
+    def join(self) -> None:
+        """Called at the start of the training, before ``on_train_start`` of other callbacks."""
+
+    def begin_epoch(self) -> None:
+        """Called at the start of an epoch, before ``on_train_epoch_start`` of other callbacks."""
+
     @abstractmethod
     def after_backward(self, optimizer: Optimizer) -> None:
         """Called after the gradient is unscaled and before it is clipped."""
@@ -239,8 +245,12 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
                 self.precision_plugin.load_state_dict(state["precision"])
             # Restored when the loader begins an epoch, or fetches its next batch within one: its set-up draws, too.
             self._rng_states = state["rng"]
+            self.load_place(state.get("place"))
         # If configure_optimizers reads the number of steps, the loaders are set up before the checkpoint is loaded.
         change_train_loaders(self._trainer, self.resume_loader)
+
+    def load_place(self, place: dict[str, Any] | None) -> None:
+        """Loads what :meth:`rank_state_dict` has returned as the place in the data; None: nothing."""
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Returns the state that this rank needs, besides a plain checkpoint, to resume bit for bit."""

@@ -23,6 +23,7 @@ from lightning_pipesync.data.order import check_num_samples, in_order, replaceab
 from lightning_pipesync.fabric.distribution import rank_zero_warn
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
+from lightning_pipesync.lightning.joining import JoiningMixin
 from lightning_pipesync.lightning.private import (
     check_trainer,
     check_uneven_batches,
@@ -31,7 +32,6 @@ from lightning_pipesync.lightning.private import (
     run_hooks_before_step,
     writes_average_within_training,
 )
-from lightning_pipesync.lightning.sharded import ShardedModuleMixin
 from lightning_pipesync.lightning.uneven import UnevenBatches
 from lightning_pipesync.methods.method import PIECE_MB, parameters_of
 from lightning_pipesync.methods.step import check_unscaling
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class SyncStrategyMixin(ShardedModuleMixin):
+class SyncStrategyMixin(JoiningMixin):
     """Translates the Trainer's hooks into the calls of a :class:`SyncMethod`.
 
     The module is not wrapped: ``training_step`` runs on it directly. The method synchronizes its gradients and weights.
@@ -59,6 +59,7 @@ class SyncStrategyMixin(ShardedModuleMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        self._begin_to_join(trainer)
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -69,6 +70,7 @@ class SyncStrategyMixin(ShardedModuleMixin):
         self._begin_to_attach(trainer)
         self._check(module, self.optimizers)
         self.method = method = self._plan.attach(module, self.optimizers)
+        self._prepare_to_join(method)
         if not method.in_lockstep or self.config.partition == "work_queue":
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         if self.config.partition == "work_queue":
@@ -155,6 +157,8 @@ class SyncStrategyMixin(ShardedModuleMixin):
             return dataloader
         settings, (rank, world_size) = self.config, self._place_of_data
         keeps_order = self._overfitting
+        if self._place is not None and not keeps_order:
+            return self.resume_loader(self._place.divided(dataloader, settings))
         order = None if keeps_order else replaceable_order(dataloader, settings, rank, world_size)
         if settings.partition == "work_queue":
             return self.resume_loader(self._uneven_batches.with_work_queue(dataloader, order))

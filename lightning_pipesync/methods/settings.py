@@ -97,6 +97,11 @@ class Settings:
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
+    def num_jobs(self) -> int | None:
+        """The number of jobs, each with one replica, with which a training begins; None: replicas are not jobs."""
+        return None
+
+    @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can be resumed with the same number of ranks only."""
         return False

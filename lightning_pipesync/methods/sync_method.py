@@ -140,6 +140,14 @@ class SyncMethod(StepCalls):
                 f"{type(self).__name__} needs all ranks at each step: use local SGD, or start one job with torchrun."
             )
 
+    # --- replicas that come and go ----------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Joins the other replicas, if they are jobs of their own; before the first forward pass."""
+
+    def hand_over(self, **parts: Any) -> None:
+        """Adds ``parts`` to what a replica that joins gets from another one, by ``state_dict`` and its counterpart."""
+
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property

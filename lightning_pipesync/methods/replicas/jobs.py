@@ -154,15 +154,17 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     def _begin(self) -> None:
         super()._begin()
-        if self._sections is None:
-            return
-        self._sections.go_on()
-        if not self._sections.has_joined:
+        if self._sections is not None and not self._sections.has_joined:
             raise RuntimeError(
                 f"{type(self).__name__} has not joined the other replicas: call join() before the first forward pass, "
                 "after loading a checkpoint."
             )
-        self._sections.send_rest()
+
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        if self._sections is not None:
+            self._sections.go_on()
+            self._sections.send_rest()
+        super()._reduce(index, loss_scale)
 
     def send_rest(self) -> None:
         """Sends new replicas what is handed over besides the method's state, as it is between two steps."""

@@ -86,6 +86,10 @@ class ReplicaSettings(Settings):
     compares_steps: ClassVar[bool] = True
 
     @property
+    def num_jobs(self) -> int | None:
+        return None if self.lighthouse is None else self.num_replicas or 1
+
+    @property
     def codec_of_weights(self) -> tuple[str | Codec, bool]:
         """The codec of averages of weights, and whether its error is added to the next values that it encodes."""
         return self.compression, self.uses_error_feedback

@@ -1,0 +1,56 @@
+"""Trainers that join each other, as jobs whose replicas come and go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipesync.lightning.place import SchedulerPlace, TrainerPlace
+from lightning_pipesync.lightning.private import begin_next_epoch, no_warning_about_resuming
+from lightning_pipesync.lightning.sharded import ShardedModuleMixin
+from lightning_pipesync.methods.sync_method import SyncMethod
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class JoiningMixin(ShardedModuleMixin):
+    """Begins the training where the other jobs are, and saves the place in the data."""
+
+    _place: TrainerPlace | None = None  # None: all replicas are ranks of this job
+
+    def _begin_to_join(self, trainer: Trainer) -> None:
+        """Makes the place, before a loader is set up: its length decides how long schedulers are."""
+        self._place = None
+        if trainer.state.fn == "fit" and self.config.num_jobs is not None:
+            rank, number = self._place_of_data
+            self._place = TrainerPlace(trainer, (rank, number * self.config.num_jobs))
+
+    def _prepare_to_join(self, method: SyncMethod) -> None:
+        """Tells the method what another job gets from this one."""
+        if self._place is None:
+            return
+        method.data.add(self._place)
+        schedulers = (config.scheduler for config in self._trainer.lr_scheduler_configs)
+        method.hand_over(**{f"scheduler{number}": SchedulerPlace(one) for number, one in enumerate(schedulers)})
+
+    def join(self) -> None:
+        if self._place is not None:
+            self._place.check()
+            self._until_teardown.enter_context(no_warning_about_resuming())
+            begin_next_epoch(self._trainer)
+            self.attached.join()
+
+    def begin_epoch(self) -> None:
+        if self._place is not None:
+            self._place.begin_epoch()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        place = {} if self._place is None else {"place": self._place.place()}
+        return {**super().rank_state_dict(), **place}
+
+    def load_place(self, place: dict[str, Any] | None) -> None:
+        if self._place is not None:
+            epoch, num_batches = self._start
+            if place is None or place["epoch"] != epoch:  # it was the last batch of its epoch
+                place = {"epoch": epoch, "num_batches": num_batches}
+            self._place.resume(place)

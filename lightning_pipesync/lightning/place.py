@@ -1,0 +1,122 @@
+"""Where a Trainer is in its training and in the data, in jobs that come and go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lightning_pipesync.data.elastic import ElasticOrder, ElasticSampler
+from lightning_pipesync.data.loaders import sampler_of
+from lightning_pipesync.data.order import DataSettings, in_elastic_order
+from lightning_pipesync.lightning.private import (
+    go_to_progress,
+    num_train_loaders,
+    position_of,
+    progress_of,
+    restart_train_loader,
+    set_num_batches,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class TrainerPlace:
+    """The place of a Trainer and of its training loader, the same in all jobs whose replicas train together.
+
+    Epochs end where the data do, however they are divided: so the Trainer's number of batches follows the members. It
+    has one training loader.
+
+    Args:
+        trainer: the Trainer, in ``fit``.
+        place_of_data: (k, n): this is the k-th of n members, until :meth:`redivide`.
+    """
+
+    def __init__(self, trainer: Trainer, place_of_data: tuple[int, int]) -> None:
+        self._trainer, self._place_of_data = trainer, place_of_data
+        self._order: ElasticOrder | None = None  # None: it is the user's own, or the loader is not set up
+        self._saved: dict[str, Any] | None = None  # the place of a checkpoint, until the loader is set up
+
+    def divided(self, loader: DataLoader[Any], settings: DataSettings) -> DataLoader[Any]:
+        """Returns the training loader with this member's share of its data."""
+        divided = in_elastic_order(loader, settings, self._place_of_data, seed=None)
+        self._order = ElasticOrder(divided) if isinstance(sampler_of(divided), ElasticSampler) else None
+        if self._saved is not None:
+            self.resume(self._saved)
+        return divided
+
+    def check(self) -> None:
+        """Raises a ValueError if the Trainer has several training loaders."""
+        if (number := num_train_loaders(self._trainer)) > 1:
+            raise ValueError(
+                f"The Trainer has {number} training loaders, and replicas that come and go divide the data of one: "
+                "make one loader of them, whose data set has the samples of all."
+            )
+
+    def begin_epoch(self) -> None:
+        """Tells the Trainer how many batches the epoch has that begins."""
+        if self._order is not None:
+            set_num_batches(self._trainer)
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Begins at the place in the data of a checkpoint."""
+        self._saved = None
+        if self._order is None:
+            self._saved = saved
+        elif "offset" in saved:
+            self._order.go_to(saved)
+        else:  # of a training whose replicas did not come and go
+            self._order.begin_at(saved["epoch"], saved["num_batches"])
+
+    def place(self) -> dict[str, Any]:
+        """Returns the place in the data, after the present batch."""
+        epoch, num_batches = position_of(self._trainer)
+        if self._order is None:
+            return {"epoch": epoch, "num_batches": num_batches}
+        return self._order.place(epoch, num_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the data, and the Trainer's progress when the present batch will be done."""
+        return {**self.place(), "progress": progress_of(self._trainer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to another job's place, at the start of the training; the next batch is the one after its last.
+
+        Raises:
+            ValueError: the other job has other data.
+        """
+        there = dict(state)
+        go_to_progress(self._trainer, there.pop("progress"))
+        epoch, num_batches = position_of(self._trainer)
+        if self._order is None:
+            return
+        if "offset" in there:
+            self._order.go_to(there)
+        if epoch != there["epoch"]:  # there it was the last batch of an epoch
+            self._order.begin_at(epoch, num_batches)
+        restart_train_loader(self._trainer)
+
+    def redivide(self, place_of_data: tuple[int, int]) -> None:
+        """Divides what is left of the epoch from the next batch on: this is now the k-th of n members, as in (k, n)."""
+        self._place_of_data = place_of_data
+        if self._order is not None and self._order.divide(place_of_data, *position_of(self._trainer)):
+            restart_train_loader(self._trainer)
+
+
+class SchedulerPlace:
+    """The state of a learning rate scheduler, and what it has made of its optimizer's hyper-parameters."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [{**group} for group in self._scheduler.optimizer.param_groups]
+        for group in groups:
+            del group["params"]
+        return {"scheduler": self._scheduler.state_dict(), "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict(state["scheduler"])
+        for group, hyperparameters in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
+            group.update(hyperparameters)
