@@ -1,0 +1,87 @@
+"""Trainers as jobs of which one dies within an epoch, and comes back: each sample once, but for what it has lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_pipesync import LocalSGDStrategy
+from tests.harness import DIED
+from tests.lightning_models import SAMPLES, Classifier, dataset, trainer, val_loader
+from tests.lost_ranks import die
+from tests.reference_elastic_data import Data, seen
+from tests.replica_jobs import TIMEOUT_S, launch_replicas
+
+PERIOD, EPOCHS = 2, 3
+#: The step in which one dies, and that in which the others wait until it has started again.
+DIES, WAITS = 5, 8
+
+
+class Job(Classifier):
+    """One of the jobs; ``number`` 1 dies once, and its samples until then are lost with it."""
+
+    def __init__(self, number: int, comes_back: bool, directory: Path) -> None:
+        super().__init__(scheduler=True)
+        self.number, self.comes_back, self.directory = number, comes_back, directory
+        self.where: list[tuple[int, int, int, float]] = []
+
+    def on_fit_start(self) -> None:
+        if self.comes_back:
+            (self.directory / "started").touch()  # it is alive, so that the others wait for it in their next round
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        step = self.trainer.global_step
+        if self.number == 1 and step == DIES and not self.comes_back:
+            die()
+        if step == WAITS:  # they have had a round without it
+            (self.directory / "going on").touch()
+            _wait_for(self.directory / "started")
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.where.append((self.trainer.current_epoch, batch_idx, step, rate))
+        return super().training_step(batch, batch_idx)
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def train(rank: int, directory: Path) -> dict[str, Any]:
+    """Trains as the job ``rank``; the last one is job 1, when it comes back."""
+    number = rank
+    if rank == 3:
+        number = 1
+        os.environ["PIPESYNC_REPLICA"] = "1"
+        _wait_for(directory / "going on")
+    pl.seed_everything(7, verbose=False)
+    model = Job(number, rank == 3, directory)
+    torch.nn.init.normal_(model.model[2].weight, std=1 + rank)  # a job that comes has other weights before
+    strategy = LocalSGDStrategy(period=PERIOD, partition="defdp", timeout_s=TIMEOUT_S)
+    run = trainer(strategy, 1, directory / str(rank), max_epochs=EPOCHS)
+    run.fit(model, DataLoader(dataset(), 2, shuffle=True), val_loader())
+    return {"seen": model.seen, "where": model.where, "steps": run.global_step, "validated_with": model.validated_with}
+
+
+def test_a_trainer_dies_and_comes_back(tmp_path: Path) -> None:
+    of_0, of_1, of_2, of_1_again = launch_replicas(train, 4, tmp_path, num_replicas=3, may_die=(1,))
+    assert of_1 == DIED
+    lost, came = DIES + 1, of_1_again["where"][0][2]
+    assert came > WAITS
+    expected = seen(Data(SAMPLES, 2), {0: "012", lost: "02", came: "012"}, EPOCHS)
+    assert of_0["seen"] == [batch for _, batch in expected["0"]]
+    assert of_2["seen"] == [batch for _, batch in expected["2"]]
+    assert of_1_again["seen"] == [batch for _, batch in expected["1"]][lost:]
+    for outcome in (of_0, of_2):
+        assert outcome["where"][came:] == of_1_again["where"]
+        assert outcome["steps"] == of_1_again["steps"]
+    for one, other in zip(of_0["validated_with"], of_1_again["validated_with"], strict=False):
+        assert torch.equal(one, other)
