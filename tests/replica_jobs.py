@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,3 +68,11 @@ def launch_replicas(
         return launch(_run, processes, function, address, number, ports, args, init=False, **settings)
     finally:
         server.shutdown()
+
+
+def wait_for(path: Path) -> None:
+    """Waits for a file that another replica writes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"nobody has written {path.name}"
+        time.sleep(0.05)

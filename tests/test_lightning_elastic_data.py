@@ -53,15 +53,19 @@ class Jobs(LocalSGD):
         self.taken = self.first
         self.data.transport = cast("Transport", Members())
         if self.first in self.handed:
-            position, states = self.handed[self.first]
+            position, states, groups = self.handed[self.first]
             self.data.go_to(position)
             for name, part in self.parts.items():
                 part.load_state_dict(states[name])
+            for group, hyperparameters in zip(self.optimizers[0].param_groups, groups, strict=True):
+                group.update(hyperparameters)
         self._change()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.first:  # another job comes before this step: its learning rates are those of it
-            self.handed[self.taken] = self.position, {name: part.state_dict() for name, part in self.parts.items()}
+            states = {name: part.state_dict() for name, part in self.parts.items()}
+            groups = [{"lr": group["lr"]} for group in self.optimizers[0].param_groups]
+            self.handed[self.taken] = self.position, states, groups
         result = super().step(*args, **kwargs)
         self.taken += 1
         self._change()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.harness import DIED
 from tests.lightning_models import SAMPLES, Classifier, dataset, trainer, val_loader
 from tests.lost_ranks import die
 from tests.reference_elastic_data import Data, seen
-from tests.replica_jobs import TIMEOUT_S, launch_replicas
+from tests.replica_jobs import TIMEOUT_S, launch_replicas, wait_for
 
 PERIOD, EPOCHS = 2, 3
 #: The step in which one dies, and that in which the others wait until it has started again.
@@ -32,6 +31,10 @@ class Job(Classifier):
         self.number, self.comes_back, self.directory = number, comes_back, directory
         self.where: list[tuple[int, int, int, float]] = []
 
+    def configure_optimizers(self) -> Any:
+        [optimizer], [scheduler] = super().configure_optimizers()
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
     def on_fit_start(self) -> None:
         if self.comes_back:
             (self.directory / "started").touch()  # it is alive, so that the others wait for it in their next round
@@ -42,17 +45,10 @@ class Job(Classifier):
             die()
         if step == WAITS:  # they have had a round without it
             (self.directory / "going on").touch()
-            _wait_for(self.directory / "started")
+            wait_for(self.directory / "started")
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.where.append((self.trainer.current_epoch, batch_idx, step, rate))
         return super().training_step(batch, batch_idx)
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def train(rank: int, directory: Path) -> dict[str, Any]:
@@ -61,7 +57,7 @@ def train(rank: int, directory: Path) -> dict[str, Any]:
     if rank == 3:
         number = 1
         os.environ["PIPESYNC_REPLICA"] = "1"
-        _wait_for(directory / "going on")
+        wait_for(directory / "going on")
     pl.seed_everything(7, verbose=False)
     model = Job(number, rank == 3, directory)
     torch.nn.init.normal_(model.model[2].weight, std=1 + rank)  # a job that comes has other weights before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipesync.lightning.place import SchedulerPlace, TrainerPlace
+from lightning_pipesync.lightning.place import TrainerPlace
 from lightning_pipesync.lightning.private import begin_next_epoch, no_warning_about_resuming
 from lightning_pipesync.lightning.sharded import ShardedModuleMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -31,7 +31,7 @@ class JoiningMixin(ShardedModuleMixin):
             return
         method.data.add(self._place)
         schedulers = (config.scheduler for config in self._trainer.lr_scheduler_configs)
-        method.hand_over(**{f"scheduler{number}": SchedulerPlace(one) for number, one in enumerate(schedulers)})
+        method.hand_over(**{f"scheduler{number}": one for number, one in enumerate(schedulers)})
 
     def join(self) -> None:
         if self._place is not None:

@@ -102,21 +102,3 @@ class TrainerPlace:
         self._place_of_data = place_of_data
         if self._order is not None and self._order.divide(place_of_data, *position_of(self._trainer)):
             restart_train_loader(self._trainer)
-
-
-class SchedulerPlace:
-    """The state of a learning rate scheduler, and what it has made of its optimizer's hyper-parameters."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def state_dict(self) -> dict[str, Any]:
-        groups = [{**group} for group in self._scheduler.optimizer.param_groups]
-        for group in groups:
-            del group["params"]
-        return {"scheduler": self._scheduler.state_dict(), "groups": groups}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._scheduler.load_state_dict(state["scheduler"])
-        for group, hyperparameters in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
-            group.update(hyperparameters)

@@ -167,15 +167,30 @@ class ElasticReplicaMethod(ReplicaMethod):
         super()._reduce(index, loss_scale)
 
     def send_rest(self) -> None:
-        """Sends new replicas what is handed over besides the method's state, as it is between two steps."""
-        parts = {name: part.state_dict() for name, part in self._handed.items()} if self._waiting else {}
+        """Sends new replicas what is handed over besides the method's state, as it is between two steps.
+
+        Hyper-parameters are too: a scheduler has changed them since the round.
+        """
+        if not self._waiting:
+            return
+        rest = {
+            "parts": {name: part.state_dict() for name, part in self._handed.items()},
+            "groups": [
+                [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+                for optimizer in self.optimizers
+            ],
+        }
         while self._waiting:
-            self.transport.send_state(parts, self._waiting.pop())
+            self.transport.send_state(rest, self._waiting.pop())
 
     def receive_rest(self, first: int) -> None:
         """Receives from a replica what it hands over besides the method's state."""
-        self._received = self.transport.receive_state(first)
+        rest = self.transport.receive_state(first)
+        self._received = rest["parts"]
         self.hand_over(**self._handed)
+        for optimizer, groups in zip(self.optimizers, rest["groups"], strict=True):
+            for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
+                group.update(hyperparameters)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
