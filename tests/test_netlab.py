@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.cli import main
+from lightning_pipesync.core.jobs import Lines
 from lightning_pipesync.lab.netlab import TIMED_OUT, Freeze, Kill, Network, Slow, run_job
 from lightning_pipesync.lab.netlab.faults import parse_slow
-from lightning_pipesync.lab.netlab.job import Lines
 from lightning_pipesync.lab.netlab.processes import NAMESPACES, processes_in
 from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse_share
 from tests.harness import _CONTEXT as PROCESSES

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from lightning_pipesync.core.jobs import Lines, shared_environment
 from lightning_pipesync.lab.netlab import enter, processes
 from lightning_pipesync.lab.netlab.faults import Fault, Freeze, Kill, Slow, check_faults
 from lightning_pipesync.lab.netlab.network import Network
@@ -123,7 +124,7 @@ class _Job:
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         for number in range(self._network.hosts):
             namespace = self._network.namespace(number)
-            variables = {**_shared_environment(self._network.hosts), **self._network.environment(number), **environment}
+            variables = {**shared_environment(self._network.hosts), **self._network.environment(number), **environment}
             values = {name: variables[name.upper()] for name in ("rank", "world_size", "master_addr", "master_port")}
             words = _fill_in(command, {**values, "address": self._network.address(number)})
             path = str(processes.NAMESPACES / namespace)
@@ -266,12 +267,6 @@ class _Job:
             self._say(host, f"had ended before it could be {what}")
 
 
-def _shared_environment(num_hosts: int) -> dict[str, str]:
-    """Returns this process's environment, with defaults for processes that share a machine and print into a pipe."""
-    threads = max(1, len(os.sched_getaffinity(0)) // num_hosts)
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
-
-
 def _fill_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replaces ``{name}`` in the words of a command, for each value's name."""
     filled = []
@@ -280,23 +275,6 @@ def _fill_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
             word = word.replace(f"{{{name}}}", value)
         filled.append(word)
     return filled
-
-
-class Lines:
-    """Splits a stream of bytes into lines. Keeps the last state of an overwritten line, such as a progress bar."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def add(self, data: bytes) -> list[str]:
-        """Returns the lines that ``data`` completes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [_decode(line) for line in lines]
-
-    def end(self) -> list[str]:
-        """Returns the last line if it has no line end, else nothing."""
-        rest, self._rest = self._rest, b""
-        return [_decode(rest)] if rest else []
 
 
 def prefixed(num_hosts: int) -> Output:
@@ -314,7 +292,3 @@ def prefixed(num_hosts: int) -> Output:
         console.print(Text.assemble(prefix, Text.from_ansi(line)), soft_wrap=True)
 
     return show
-
-
-def _decode(line: bytes) -> str:
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
