@@ -18,27 +18,16 @@ from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.drill.command import Drill
 from lightning_pipesync.lab.netlab.command import netlab
 from lightning_pipesync.lab.plan.command import Plan
+from lightning_pipesync.launch.command import Launch, split_command, starts_replicas
+from lightning_pipesync.launch.lighthouse import Lighthouse
 from lightning_pipesync.training.registry import METHODS
-
-
-def launch(arguments: Sequence[str]) -> int:
-    """Runs ``accelerate launch``, with a method and its settings from the section ``pipesync`` of the same file.
-
-    ``pipesync launch --config_file FILE SCRIPT ...``; all options are those of ``accelerate launch``.
-
-    Args:
-        arguments: options, the script, and its arguments.
-    """
-    from lightning_pipesync.accelerate.launch import launch_with_accelerate
-
-    return launch_with_accelerate(arguments)
-
 
 #: A function a subcommand, which returns the exit status, or None for 0; or a dataclass with a method ``run``; or a
 #: dictionary of further ones with ``_help``. Options and help come from the signature and the docstring. Those by name
 #: are slow to import.
 SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
-    "launch": launch,
+    "launch": Launch,
+    "lighthouse": Lighthouse,
     "plan": Plan,
     "netlab": netlab,
     "drill": Drill,
@@ -65,7 +54,8 @@ MOVED_WORDS = {
 }
 
 #: The extra that each subcommand needs.
-EXTRAS = {"launch": "accelerate", "plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"}
+EXTRAS = {"launch": "torchft", "lighthouse": "torchft"}
+EXTRAS |= {"plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"}
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
@@ -95,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int | None:
     words = import_modules(words)
     _check_subcommand(words)
+    if words[:1] == ["launch"] and not starts_replicas(words[1:]):
+        return _launch_with_accelerate(words[1:])
     check_packages(words)
     components: Any = dict(SUBCOMMANDS)
     if words[:1] == ["bench"]:
@@ -104,6 +96,14 @@ def _run(words: list[str]) -> int | None:
     found = parse(components, _for_parser(words, components), prog="pipesync", version=__version__, epilog=EPILOG)
     result: int | None = found.run() if hasattr(found, "run") else found
     return result
+
+
+def _launch_with_accelerate(arguments: Sequence[str]) -> int:
+    """Runs ``accelerate launch``: all options are its own, whatever they look like."""
+    check_extra("accelerate", "pipesync launch")
+    from lightning_pipesync.accelerate.launch import launch_with_accelerate
+
+    return launch_with_accelerate(arguments)
 
 
 def parse(components: Any, words: Sequence[str], **options: Any) -> Any:
@@ -213,10 +213,11 @@ def check_packages(words: Sequence[str], command: str = "") -> None:
 
 def _for_parser(words: list[str], components: Any) -> list[str]:
     """Writes the command after ``--``, and options that may be given again, as the parser takes them."""
-    if words[:1] == ["launch"] and words[1:] not in (["-h"], ["--help"]):
-        return ["launch", "--arguments", json.dumps(words[1:])]  # another program's, whatever they look like
     options, command = words, None
-    if "--" in words:
+    if words[:1] == ["launch"]:
+        given, command = split_command(words[1:])
+        options = ["launch", *given]
+    elif "--" in words:
         cut = words.index("--")
         options, command = words[:cut], words[cut + 1 :]
     if options[:1] == ["plan"]:

@@ -97,9 +97,11 @@ from ray.train.lightning import RayDDPStrategy
 assert issubclass(RayDeARStrategy, RayDDPStrategy)
 """,
     "torchft": """
-from torchft.coordination import LighthouseServer
+from pathlib import Path
+from lightning_pipesync.cli import main
 
-LighthouseServer(bind="127.0.0.1:0", min_replicas=1).shutdown()
+Path("train.py").write_text("import os; assert os.environ['PIPESYNC_LIGHTHOUSE']")
+assert main(["launch", "--replicas", "2", "train.py"]) == 0
 """,
     "tune": """
 from lightning_pipesync.core.buckets import Fusion

@@ -249,6 +249,6 @@ def test_pipesync_launch_checks_before_it_starts(
 
 def test_pipesync_launch_needs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "nowhere.py"]) == 2
-    assert "needs --config_file FILE" in capsys.readouterr().err
+    assert "or --config_file FILE" in capsys.readouterr().err
     assert main(["launch", "--config_file", str(tmp_path / "none.yaml"), "nowhere.py"]) == 2
     assert "none.yaml cannot be read" in capsys.readouterr().err

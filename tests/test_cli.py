@@ -22,7 +22,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pln"], "There is no subcommand 'pln'. Did you mean pipesync plan? There are launch, plan, netlab, drill, "),
+        (["pln"], "There is no subcommand 'pln'. Did you mean pipesync plan? There are launch, lighthouse, plan, "),
         (["bench", "stp"], "There is no subcommand 'stp'. Did you mean pipesync bench step? There are collectives, "),
         (["bench", "xyz"], "There is no subcommand 'xyz'. There are collectives, "),
         (["bench", "plan"], "bench plan is now python -m benchmarks.plan_accuracy, to run in a checkout"),
@@ -38,7 +38,10 @@ def test_a_subcommand_that_is_meant(words: list[str], said: str, capsys: pytest.
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["plan"], ["netlab"], ["drill"], ["launch"], ["bench"], ["bench", "step"], ["bench", "converge"]],
+    [
+        *([], ["plan"], ["netlab"], ["drill"], ["launch"], ["lighthouse"]),
+        *(["bench"], ["bench", "step"], ["bench", "converge"]),
+    ],
 )
 def test_help_has_no_types_of_python(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -62,6 +65,8 @@ def test_help_has_no_types_of_python(
     ("missing", "words", "said", "extra"),
     [
         (["accelerate"], ["launch", "train.py"], "pipesync launch needs Accelerate", "accelerate"),
+        (["torchft"], ["launch", "--replicas", "2", "train.py"], "pipesync launch needs torchft", "torchft"),
+        (["torchft"], ["lighthouse"], "pipesync lighthouse needs torchft", "torchft"),
         (["rich"], ["plan"], "pipesync plan needs rich", "plan"),
         (["rich", "matplotlib"], ["bench", "step"], "pipesync bench step needs matplotlib, rich", "bench"),
         (["pyroute2"], ["netlab", "--hosts", "2", "--", "true"], "pipesync netlab needs pyroute2", "netlab"),

@@ -75,8 +75,10 @@ try:
 except ImportError as error:
     assert "SelSyncStrategy needs Lightning" in str(error)
 assert not hasattr(lightning_pipesync, "none_such")
-for words in (["plan"], ["launch"], ["netlab", "--hosts", "2", "--", "true"], ["bench", "step"]):
-    assert main(words) == 2
+for words in (
+    "plan", "launch a.py", "launch --replicas 2 a.py", "lighthouse", "netlab --hosts 2 -- true", "bench step"
+):
+    assert main(words.split()) == 2
 main(["--help"])
 """
 
@@ -104,16 +106,17 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_missing_is_one_line() -> None:
     result = run(WITHOUT + LINES)
     assert "Available subcommands" in result.stdout
-    missing = {
-        "plan": "matplotlib, pyroute2, rich",
-        "launch": "Accelerate",
-        "netlab": "pyroute2",
-        "bench step": "matplotlib, pyroute2, rich",
-    }
-    extra = {name: name.partition(" ")[0] for name in missing} | {"launch": "accelerate"}
+    missing = [
+        ("plan", "matplotlib, pyroute2, rich", "plan"),
+        ("launch", "Accelerate", "accelerate"),
+        ("launch", "torchft", "torchft"),
+        ("lighthouse", "torchft", "torchft"),
+        ("netlab", "pyroute2", "netlab"),
+        ("bench step", "matplotlib, pyroute2, rich", "bench"),
+    ]
     assert result.stderr.splitlines() == [
-        f'pipesync: error: pipesync {name} needs {packages}: pip install "lightning-pipesync[{extra[name]}]"'
-        for name, packages in missing.items()
+        f'pipesync: error: pipesync {name} needs {packages}: pip install "lightning-pipesync[{extra}]"'
+        for name, packages, extra in missing
     ]
 
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1] / "lightning_pipesync"
 #: From below to above.
 LAYERS = [
     ["core"],
+    ["launch"],
     ["data"],
     ["methods"],
     ["training"],

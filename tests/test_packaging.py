@@ -30,6 +30,7 @@ EXTRAS_OF = {
     "transformers": ("transformers",),
     "ray": ("ray",),
     "lab": ("all",),
+    "launch": ("torchft",),
 }
 
 

@@ -35,7 +35,8 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
     parsed = launch_command_parser().parse_args(list(arguments))
     if parsed.config_file is None:
         raise ValueError(
-            f"launch needs --config_file FILE, a YAML file written by 'accelerate config', with a section '{SECTION}:'."
+            "launch needs --replicas N, to start N replicas of a script; or --config_file FILE, a YAML file written by "
+            f"'accelerate config', with a section '{SECTION}:'."
         )
     parsed.signals_to_handle = ",".join(number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
     content = read_yaml(parsed.config_file)
