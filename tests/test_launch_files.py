@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
+from kubeflow_trainer_api.models.io_k8s_api_core_v1_pod_template_spec import IoK8sApiCoreV1PodTemplateSpec
+from kubeflow_trainer_api.models.io_k8s_api_core_v1_service import IoK8sApiCoreV1Service
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
+from lightning_pipesync.core.extras import is_installed
+from lightning_pipesync.launch.lighthouse import Lighthouse
 from tests.commands import ROOT, environment, run_together
 from tests.harness import default_signals, free_port
 
 INTEGRATIONS = ROOT / "integrations"
+REPLICAS = INTEGRATIONS / "kubernetes" / "replicas.yaml"
 TRAINJOB = INTEGRATIONS / "kubernetes" / "trainjob.yaml"
 SKYPILOT = INTEGRATIONS / "skypilot" / "train.yaml"
 #: Prints what SkyPilot says about the tasks that it reads, a line for each.
@@ -32,12 +38,13 @@ for task in json.load(sys.stdin):
     except Exception as error:
         print(" ".join(str(error).split()))
 """
+needs_torchft = pytest.mark.skipif(not is_installed("torchft"), reason="torchft is not installed")
 SHELL_FILES = sorted(path for path in INTEGRATIONS.rglob("*") if path.suffix in (".sh", ".sbatch"))
 #: Starts its command once for each task of the job on this machine, as Slurm's srun does on the nodes.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
-    SLURM_PROCID=$rank SLURM_NODEID=$((rank / SLURM_NTASKS_PER_NODE)) \\
+    SLURM_PROCID=$rank SLURM_STEP_NUM_TASKS=$SLURM_NTASKS SLURM_NODEID=$((rank / SLURM_NTASKS_PER_NODE)) \\
         SLURM_LOCALID=$((rank % SLURM_NTASKS_PER_NODE)) "$@" &
     tasks+=($!)
 done
@@ -54,6 +61,22 @@ dist.init_process_group("gloo")
 total = torch.tensor(dist.get_rank() + 1)
 dist.all_reduce(total)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}, sum {total}, {sys.argv[1]}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+#: A replica of several ranks, which asks the lighthouse whether its name is known there.
+REPLICA = """
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+from torchft.coordination import LighthouseClient
+dist.init_process_group("gloo")
+total = torch.tensor(dist.get_rank() + 1)
+dist.all_reduce(total)
+name = os.environ["PIPESYNC_REPLICA"]
+if dist.get_rank() == 0:
+    client = LighthouseClient(f"http://{os.environ['PIPESYNC_LIGHTHOUSE']}", timedelta(seconds=100))
+    client.quorum(name, timedelta(seconds=100), address="", store_address="", step=0, world_size=2, shrink_only=False)
+    print(f"rank 0 of {dist.get_world_size()} of replica {name}, sum {total}, {sys.argv[1]}\\n", end="", flush=True)
+dist.barrier()
 dist.destroy_process_group()
 """
 ACCELERATE = """
@@ -133,6 +156,39 @@ def test_slurm_starts_accelerate(tmp_path: Path) -> None:
     assert ranks_in(result.stdout) == [f"rank {rank} of 4, local rank {rank % 2}, sum 6, a b" for rank in range(4)]
 
 
+def replicas_in(output: str) -> list[str]:
+    """Returns the lines that the first ranks of replicas printed, without what the launcher writes before them."""
+    return sorted(re.findall(r"rank 0 of 2 of replica.*", output))
+
+
+@needs_torchft
+def test_slurm_starts_replicas_and_their_lighthouse(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REPLICA)
+    (tmp_path / "hostname").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    (tmp_path / "hostname").chmod(0o755)
+    settings = {"SCRIPT": tmp_path / "train.py", "RANKS_PER_REPLICA": 2, "LIGHTHOUSE_PORT": free_port()}
+    [result] = run_together(sbatch("replicas.sbatch", tmp_path, "a b", **settings))
+    assert result.returncode == 0, result.stdout
+    assert replicas_in(result.stdout) == [f"rank 0 of 2 of replica {number}, sum 3, a b" for number in range(2)]
+
+
+@needs_torchft
+def test_jobs_of_an_array_and_torchruns_are_replicas(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REPLICA)
+    with Lighthouse(0, "127.0.0.1").serving() as port:
+        lighthouse = {"LIGHTHOUSE": f"127.0.0.1:{port}", "SCRIPT": tmp_path / "train.py", "RANKS_PER_REPLICA": 2}
+        alone = {"SLURM_NNODES": 1, "SLURM_NTASKS": 1}
+        command, variables = sbatch("replica_array.sbatch", tmp_path, "a b", SLURM_ARRAY_TASK_ID=3, **lighthouse)
+        shell = [INTEGRATIONS / "torchrun" / "replica.sh", tmp_path / "train.py", "a b"]
+        results = run_together(
+            (command, variables | {name: str(value) for name, value in alone.items()}),
+            (shell, environment(REPLICA=4, NPROC_PER_NODE=2, **lighthouse)),
+        )
+    for result, number in zip(results, (3, 4), strict=True):
+        assert result.returncode == 0, result.stdout
+        assert replicas_in(result.stdout) == [f"rank 0 of 2 of replica {number}, sum 3, a b"]
+
+
 def test_submitit_starts_a_script_that_finds_its_ranks(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="submitit is not installed")
     (tmp_path / "helper.py").write_text("")
@@ -180,6 +236,9 @@ def test_slurm_files_ask_for_what_they_use() -> None:
     file = INTEGRATIONS / "slurm" / "accelerate.sbatch"
     assert directives(file)["ntasks-per-node"] == "1"
     assert f"NPROC_PER_NODE=${{NPROC_PER_NODE:-{directives(file)['gpus-per-node']}}}" in file.read_text()
+    for file in sorted((INTEGRATIONS / "slurm").glob("replica*.sbatch")):
+        assert directives(file)["ntasks-per-node"] == "1"
+        assert f"RANKS_PER_REPLICA=${{RANKS_PER_REPLICA:-{directives(file)['gpus-per-node']}}}" in file.read_text()
 
 
 def train_job() -> dict[str, Any]:
@@ -219,6 +278,45 @@ def test_train_job_runs_with_what_its_runtime_sets(tmp_path: Path) -> None:
     for pod in pods:
         assert pod.returncode == 0, pod.stdout
     assert ranks_in("".join(pod.stdout for pod in pods)) == [f"rank {rank} of 2, sum 3, a b" for rank in range(2)]
+
+
+def test_replicas_on_kubernetes_follow_their_schemas() -> None:
+    service, lighthouse, job = yaml.safe_load_all(REPLICAS.read_text())
+    assert IoK8sApiCoreV1Service.from_dict(service).to_dict() == service
+    assert IoK8sApiBatchV1Job.from_dict(job).to_dict() == job
+    pods = lighthouse["spec"]["template"]
+    assert IoK8sApiCoreV1PodTemplateSpec.from_dict(pods).to_dict() == pods
+    assert lighthouse["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pods["metadata"]["labels"]
+    [container], [replica] = pods["spec"]["containers"], job["spec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry["value"] for entry in replica["env"]}
+    [port] = {entry["port"] for entry in service["spec"]["ports"]}
+    assert variables["LIGHTHOUSE"] == f"{service['metadata']['name']}:{port}"
+    assert container["command"][-1] == str(port)
+    assert replica["resources"]["limits"]["nvidia.com/gpu"] == variables["RANKS_PER_REPLICA"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == job["spec"]["maxFailedIndexes"]
+    volumes = {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in replica["volumeMounts"]} == volumes
+
+
+@needs_torchft
+def test_replicas_on_kubernetes_run_with_what_the_cluster_sets(tmp_path: Path) -> None:
+    _, lighthouse, job = yaml.safe_load_all(REPLICAS.read_text())
+    [server], [replica] = (each["spec"]["template"]["spec"]["containers"] for each in (lighthouse, job))
+    (tmp_path / "train.py").write_text(REPLICA)
+    port = free_port()
+    process = subprocess.Popen([*server["command"][:-1], str(port)], env=environment(), preexec_fn=default_signals)
+    try:
+        given = {entry["name"]: entry["value"] for entry in replica["env"]}
+        given |= {"LIGHTHOUSE": f"127.0.0.1:{port}", "RANKS_PER_REPLICA": 2, "GLOO_SOCKET_IFNAME": "lo"}
+        command = [*replica["command"], tmp_path / "train.py", "a b"]
+        [result] = run_together((command, environment(**given, JOB_COMPLETION_INDEX=2)))
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert result.returncode == 0, result.stdout
+    assert replicas_in(result.stdout) == ["rank 0 of 2 of replica 2, sum 3, a b"]
 
 
 def skypilot_task() -> dict[str, Any]:
