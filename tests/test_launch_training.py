@@ -1,0 +1,99 @@
+"""Trainings under ``pipesync launch --replicas``: one replica is killed and comes back, and all end the same."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_pipesync.core.extras import is_installed
+from tests.commands import environment, run_together
+
+pytestmark = pytest.mark.skipif(not is_installed("torchft"), reason="torchft is not installed")
+
+#: Begins each script. Replica 1 is killed in its sixth step, and comes back; then all train for as many steps more.
+BEGIN = """
+import os, signal, torch
+from tests.models import loss, seeded_mlp
+
+PERIOD, KILLED, MORE = 3, 5, 6
+name = os.environ["PIPESYNC_REPLICA"]
+begun = os.path.join(os.path.dirname(__file__), "begun1")
+is_back = os.path.exists(begun)
+
+def kill(step):
+    if name == "1" and not is_back and step == KILLED:
+        open(begun, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def report(model):
+    print("weights", *(f"{float(tensor.double().sum()):.17g}" for tensor in model.state_dict().values()))
+"""
+
+PLAIN = """
+from lightning_pipesync import LocalSGD
+
+model = seeded_mlp(int(name), batch_norm=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+sync = LocalSGD(model, optimizer, period=PERIOD, outer_optimizer="nesterov", timeout_s=100)
+sync.join()
+left = MORE if is_back else None
+while left != 0:
+    kill(sync.num_steps)
+    optimizer.zero_grad()
+    loss(model, sync.num_steps, int(name)).backward()
+    sync.step()
+    if left is not None:
+        left -= 1
+    elif os.path.exists(begun) and sync.num_steps % PERIOD == 0 and sync.metrics()["replicas"] == 3:
+        left = MORE  # the round has taken it in
+sync.flush()
+report(model)
+sync.detach()
+"""
+
+
+TRAINER = """
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+from lightning_pipesync import LocalSGDStrategy
+from tests.lightning_models import Classifier, dataset
+
+class End(pl.Callback):
+    left = MORE if is_back else None
+
+    def on_train_batch_start(self, trainer, *args):
+        kill(trainer.global_step)
+
+    def on_train_batch_end(self, trainer, *args):
+        replicas = trainer.strategy.attached.metrics()["replicas"]
+        if self.left is not None:
+            self.left -= 1
+        elif os.path.exists(begun) and trainer.global_step % PERIOD == 0 and replicas == 3:
+            self.left = MORE
+        trainer.should_stop = self.left == 0
+
+module = Classifier()
+pl.Trainer(
+    strategy=LocalSGDStrategy(period=PERIOD, partition="defdp", outer_optimizer="nesterov", timeout_s=100),
+    accelerator="cpu", devices=1, max_epochs=100_000, callbacks=[End()],
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+).fit(module, DataLoader(dataset(), 4, shuffle=True))
+report(module)
+"""
+
+
+@pytest.mark.parametrize("loop", [PLAIN, TRAINER], ids=["a plain loop", "a Trainer"])
+def test_a_replica_that_is_killed_comes_back(loop: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BEGIN + loop)
+    options = ["--replicas", 3, "--backoff_s", 0.1, "--heartbeat_timeout_s", 5]
+    words = [sys.executable, "-m", "lightning_pipesync", "launch", *options, script]
+    [result] = run_together((words, environment(CUDA_VISIBLE_DEVICES="")))
+    assert result.returncode == 0, result.stdout
+    assert "replica 1 was killed by SIGKILL; it starts again in 0.1 s (restart 1 of 3)." in result.stdout
+    weights = re.findall(r"\[replica (\d)\] weights (.*)", result.stdout)
+    assert sorted(name for name, _ in weights) == ["0", "1", "2"], result.stdout
+    assert len({sums for _, sums in weights}) == 1, result.stdout
