@@ -1,4 +1,4 @@
-"""Local SGD with ranks that are lost, in one process, with plain tensors: a round is of those that are left."""
+"""Local SGD with ranks that are lost, or come, in one process, with plain tensors: a round is of those there."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def simulate(
             average([list(replica.parameters()) for replica in replicas.values()])
             average([list(replica.buffers()) for replica in replicas.values()])
         for rank in [rank for rank, when in back.items() if when == step - 1]:
-            replicas = dict(sorted({**replicas, rank: copy.deepcopy(replicas[0])}.items()))
+            first = min(replicas)
+            replicas = dict(sorted({**replicas, rank: copy.deepcopy(replicas[first])}.items()))
             optimizers[rank] = make_optimizer(replicas[rank])
-            optimizers[rank].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+            optimizers[rank].load_state_dict(copy.deepcopy(optimizers[first].state_dict()))
         for rank, replica in replicas.items():
             optimizers[rank].zero_grad()
             loss(replica, step - 1, rank).backward()

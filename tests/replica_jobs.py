@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,40 @@ def _run(function: Callable[..., Any], address: str, number: int, ports: Sequenc
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(ports[replica])}
     else:
         replica = rank
+    become_replica(address, replica, number)
+    return function(replica, *args)
+
+
+def become_replica(address: str, replica: int, number: int) -> None:
+    """Makes this process a replica of this name, of ``number`` with which training begins."""
     os.environ |= {
         "PIPESYNC_LIGHTHOUSE": address,
         "PIPESYNC_REPLICA": str(replica),
         "PIPESYNC_NUM_REPLICAS": str(number),
     }
     torch.set_num_threads(1)
-    return function(replica, *args)
+
+
+@contextmanager
+def lighthouse(port: int = 0, wait_for_frozen_s: int = TIMEOUT_S) -> Iterator[str]:
+    """Context with a lighthouse in this process; returns its address.
+
+    It waits for ``wait_for_frozen_s`` seconds for a replica that lives, and does not ask.
+    """
+    os.environ.setdefault("RUST_LOG", "warn")
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind=f"127.0.0.1:{port}",
+        min_replicas=1,
+        join_timeout_ms=wait_for_frozen_s * 1000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=SILENCE_S * 1000,
+    )
+    try:
+        yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    finally:
+        server.shutdown()
 
 
 def launch_replicas(
@@ -51,23 +79,10 @@ def launch_replicas(
     Training begins with ``num_replicas``, None: with all of them. Those of one process have no process group yet; the
     ranks of others find each other by their environment.
     """
-    os.environ.setdefault("RUST_LOG", "warn")
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=1,
-        join_timeout_ms=TIMEOUT_S * 1000,
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=SILENCE_S * 1000,
-    )
-    address = f"127.0.0.1:{server.address().rpartition(':')[2]}"
-    try:
+    with lighthouse() as address:
         ports = [free_port() for _ in range(replicas)] if ranks_per_replica > 1 else []
         number, processes = num_replicas or replicas, replicas * ranks_per_replica
         return launch(_run, processes, function, address, number, ports, args, init=False, **settings)
-    finally:
-        server.shutdown()
 
 
 def wait_for(path: Path) -> None:
