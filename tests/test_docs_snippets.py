@@ -88,7 +88,6 @@ RUNS = {
         "Net.configure_optimizers = configure_optimizers\nTrainer(strategy='selsync').fit(Net(), loader)",
     ),
     ("launching", "import os"): Run("import os\nos.environ |= {'LOCAL_WORLD_SIZE': '1', 'GROUP_WORLD_SIZE': '2'}"),
-    ("local_sgd", "sync = LocalSGD("): Run(after="sync.detach()"),
     # A rank that ended at once would reset the connections that another still makes.
     ("netlab", "import torch\n"): Run(init=False, after="torch.distributed.barrier()"),
     ("parameter_server", "sync = ParameterServer(model, optimizer, servers=1"): Run(after="sync.detach()"),

@@ -262,6 +262,18 @@ def test_a_users_own_order_stays(kind: str) -> None:
     assert len(trained["a"]) == 2 + len(trained["c"])
 
 
+def test_a_loop_that_loads_its_own_data_is_warned_once() -> None:
+    data = TrainingData(LocalSGDConfig(partition="defdp"), cast("Transport", Members((0, 2))))
+    data.elastic = True
+    with pytest.warns(UserWarning, match="No loader was given to prepare_train_loader"):
+        data.check_followed()
+    prepared = Replica(plain(Data(12, 4)), (0, 2), None, early=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.check_followed()
+        prepared.data.check_followed()
+
+
 def test_batches_that_would_be_the_same_on_all_are_refused() -> None:
     class Pairs(BatchSampler):
         """A batch sampler of the user's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from copy import copy
@@ -134,6 +135,13 @@ class TrainingData:
         """Raises a ValueError, on every rank, if nobody follows a setting; called when a gradient is complete."""
         if self.followed:
             return
+        if self.elastic and not self._loaders:
+            self.followed = True  # once is enough
+            warnings.warn(
+                "No loader was given to prepare_train_loader(), which divides the data among replicas that come and "
+                "go: each trains on what its own loop loads, which has to be data of its own.",
+                stacklevel=3,
+            )
         ways_out = {
             "injection": "set injection=None",
             "full_pass": "set full_pass=False, also with a SelDPSampler(full_pass=True) of your own",
