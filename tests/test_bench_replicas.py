@@ -40,7 +40,8 @@ def trained() -> dict[str, list[Tensor]]:
 
 
 def timed(folder: Path) -> str:
-    benchmark = Sharded(methods=METHODS, ratio=(1.0, 2.0), scale=0.01, steps=1, rounds=2, output=folder)
+    settings: dict[str, Any] = {"methods": METHODS, "ratio": (1.0, 2.0), "scale": 0.01, "steps": 1, "rounds": 2}
+    benchmark = Sharded(model="emulated-alexnet", output=folder, **settings)
     told: list[str] = []
     result = benchmark.measure(told.append)
     assert len(told) == benchmark.num_measurements
