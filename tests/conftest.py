@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness import end_kept
+
 torch.set_num_threads(1)
 gc.disable()  # until all is imported, which makes hundreds of thousands of objects that stay
 
@@ -43,6 +45,12 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     assert torch.get_num_threads() == 1
     assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ranks_are_kept() -> Iterator[None]:
+    yield
+    end_kept()
 
 
 @pytest.fixture

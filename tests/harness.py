@@ -176,18 +176,12 @@ def call_on_hosts(ranks_per_host: int, function: Callable[..., Any], *args: Any)
         return function(*args)
 
 
-#: The ranks of :func:`on_ranks` by their number, and the file of tests that they are for.
+#: The ranks of :func:`on_ranks` by their number.
 _KEPT: dict[int, Ranks] = {}
-_kept_for = ""
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """As :func:`launch`, on ranks that a file of tests keeps: what one call changes in modules, the next finds."""
-    global _kept_for
-    file = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
-    if file != _kept_for:
-        _end_kept()
-        _kept_for = file
     if world_size not in _KEPT:
         _KEPT[world_size] = Ranks(world_size)
     try:
@@ -198,7 +192,8 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_
 
 
 @atexit.register  # before multiprocessing waits for them
-def _end_kept() -> None:
+def end_kept() -> None:
+    """Ends the ranks that were kept, whose threads would go on to wake up."""
     while _KEPT:
         _KEPT.popitem()[1].end()
 
