@@ -66,34 +66,11 @@ STRATEGIES = [
 IN_FABRIC = [name for name in STRATEGIES if not name.startswith("ea_pipe")]
 
 
-def interactive(folder: Path, script: str) -> str:
-    """Runs a script in an interactive session, and returns what it has printed."""
-    (folder / "script.py").write_text(script)
-    result = subprocess.run(
-        [sys.executable, "-i", folder / "script.py"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
-    assert "Traceback" not in result.stderr, result.stderr
-    return result.stdout
-
-
-def test_all_strategies_start_in_a_session(tmp_path: Path) -> None:
-    script = TRAIN + f"for name in {STRATEGIES}: fit(name, '{tmp_path}/' + name); print(name)\n"
-    assert interactive(tmp_path, script).split() == STRATEGIES
-
-
-def test_all_strategies_of_fabric_start_in_a_session(tmp_path: Path) -> None:
-    script = TRAIN + f"for name in {IN_FABRIC}: train_with_fabric(name); print(name)\n"
-    assert interactive(tmp_path, script).split() == IN_FABRIC
-
-
-def test_accelerate_starts_in_a_session(tmp_path: Path) -> None:
-    script = """
+#: Later cells, by what they show.
+CELLS = {
+    "trainer": f"for name in {STRATEGIES}: fit(name, f'{{folder}}/{{name}}'); print(name)",
+    "fabric": f"for name in {IN_FABRIC}: train_with_fabric(name); print(name)",
+    "accelerate": """
 import os
 os.environ["ACCELERATE_USE_CPU"] = "true"
 from accelerate import notebook_launcher
@@ -110,13 +87,8 @@ def train():
         print("trained", flush=True)
 
 notebook_launcher(train, num_processes=2)
-"""
-    assert "trained" in interactive(tmp_path, TRAIN + script)
-
-
-def test_the_error_of_a_session_names_the_rank_at_fault(tmp_path: Path) -> None:
-    """It is the traceback of the rank that ended first: of the one at fault, or of one that names it."""
-    script = """
+""",
+    "error": """
 class Bad(Model):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and self.global_rank == 1:
@@ -127,8 +99,57 @@ try:
     Trainer(strategy="selsync_notebook", **QUIET).fit(Bad(), DataLoader(torch.ones(32, 8), 4))
 except Exception as error:
     print(str(error).strip())
+""",
+    **{
+        framework: f"""
+try:
+    {framework}(strategy='selsync', accelerator='cpu', devices=2)
+except ValueError as error:
+    print(error)
 """
-    said = interactive(tmp_path, TRAIN + script).splitlines()
+        for framework in ("Trainer", "Fabric")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[str, str]:
+    """What each cell has printed in an interactive session, or its traceback."""
+    script = f"{TRAIN}\nimport sys, traceback\nfolder = {str(folder)!r}\n"
+    for name, cell in CELLS.items():
+        script += f"print('cell: {name}', flush=True)\n"
+        script += f"try: exec({cell!r})\nexcept BaseException: traceback.print_exc(file=sys.stdout)\n"
+    (folder / "script.py").write_text(script)
+    result = subprocess.run(
+        [sys.executable, "-i", folder / "script.py"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+    assert "Traceback" not in result.stderr, result.stderr
+    parts = [part.partition("\n") for part in result.stdout.split("cell: ")[1:]]
+    return {name: said for name, _, said in parts}
+
+
+def test_all_strategies_start_in_a_session(printed: dict[str, str]) -> None:
+    assert printed["trainer"].split() == STRATEGIES
+
+
+def test_all_strategies_of_fabric_start_in_a_session(printed: dict[str, str]) -> None:
+    assert printed["fabric"].split() == IN_FABRIC
+
+
+def test_accelerate_starts_in_a_session(printed: dict[str, str]) -> None:
+    assert "trained" in printed["accelerate"]
+    assert "Traceback" not in printed["accelerate"]
+
+
+def test_the_error_of_a_session_names_the_rank_at_fault(printed: dict[str, str]) -> None:
+    """It is the traceback of the rank that ended first: of the one at fault, or of one that names it."""
+    said = printed["error"].splitlines()
     if said[0].startswith("-- Process 1 "):
         assert said[-1] == "KeyError: 'a bug'"
     else:
@@ -136,9 +157,8 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("framework", ["Trainer", "Fabric"])
-def test_a_strategy_that_cannot_start_names_one_that_can(framework: str, tmp_path: Path) -> None:
-    attempt = f"try: {framework}(strategy='selsync', accelerator='cpu', devices=2)"
-    said = interactive(tmp_path, f"{TRAIN}\n{attempt}\nexcept ValueError as error: print(error)\n")
+def test_a_strategy_that_cannot_start_names_one_that_can(framework: str, printed: dict[str, str]) -> None:
+    said = printed[framework]
     assert "strategy='selsync' cannot start processes in an interactive session" in said
     assert "set strategy='selsync_notebook'" in said
     assert "start_method='fork'" in said
