@@ -154,9 +154,9 @@ def test_all_others_name_the_rank_that_is_lost(how: str) -> None:
         else:
             assert outcome["threads"] == []
         if victim == 0:
-            assert message.splitlines()[-1].startswith(
-                f"The store of the job at 127.0.0.1:{jobs[name, victim]} does not answer: look first at that machine"
-            )
+            last = message.splitlines()[-1]
+            assert last.startswith("Rank 0 (host "), message
+            assert f"the store of the job at 127.0.0.1:{jobs[name, victim]}, which it runs, does not answer" in last
         else:
             assert_names(message, victim, how, TIMEOUTS_S[how])
 

@@ -75,6 +75,7 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
             assert kind == "RuntimeError", message
             if victim == 0:
                 port = jobs[victim, how, backend]
-                assert message.startswith(f"The store of the job at 127.0.0.1:{port} does not answer"), message
+                assert message.startswith("Rank 0 "), message
+                assert f"is at fault: the store of the job at 127.0.0.1:{port}, which it runs, does not" in message
             else:
                 assert message.startswith(f"Rank {victim} is at fault: it never attached a method: "), message

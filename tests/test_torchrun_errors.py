@@ -62,9 +62,12 @@ def test_the_last_lines_name_the_rank_at_fault(script: str, tmp_path: Path) -> N
 
 ENDS = """
 import sys
+from lightning_pipesync.core.faults.errors import add_last_line
 from lightning_pipesync.core.faults.torchrun import report_error_at_shutdown
 report_error_at_shutdown()
 report_error_at_shutdown()
+lost = RuntimeError("Connection closed by peer")
+add_last_line(lost, "Rank 1 is at fault")
 {end}
 """
 
@@ -74,6 +77,7 @@ report_error_at_shutdown()
     [
         ("raise KeyError('a bug')", None, "KeyError: 'a bug'"),
         ("raise KeyError('a bug')", "what @record has written", "what @record has written"),
+        ("raise lost", "without that line", "RuntimeError: Connection closed by peer\nRank 1 is at fault"),
         ("sys.exit(3)", None, None),
         ("", None, None),
     ],

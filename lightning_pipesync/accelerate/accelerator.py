@@ -86,6 +86,8 @@ class PipeSyncAccelerator(ShardingAccelerator):
             if not self.pipesync.method_type.makes_passes:  # a pipeline tells so by itself
                 warn_of_one_rank(self.pipesync.method_type.__name__, self.num_processes)
             warn_of_one_replica(self, self.pipesync.method_type.__name__)
+        if self.pipesync is not None:
+            self._watch_job(self.pipesync.config.timeout_s)
         self._sessions = Sessions()
         at_shutdown(self._sessions.end)  # a script need not call end_training()
         self._preparing = False

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 from typing_extensions import override
 
@@ -18,14 +17,14 @@ from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import prepared_models
 from lightning_pipesync.accelerate.sharding import shards_by_fsdp2
+from lightning_pipesync.accelerate.watched import WatchedAccelerator
 from lightning_pipesync.core.dtensors import is_sharded
-from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.session import Sessions
 
 
-class SavingAccelerator(ChecksOverrides, Accelerator):
+class SavingAccelerator(WatchedAccelerator):
     """An Accelerator that consolidates the weights before they are saved."""
 
     pipesync: PipeSyncPlugin | None

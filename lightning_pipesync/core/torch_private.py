@@ -11,6 +11,7 @@ import os
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -223,6 +224,38 @@ def fully_sharded(module: nn.Module) -> list[FullySharded]:
                     ranks = member.mesh_info.mesh.mesh.flatten().tolist()
                     found.append(FullySharded(member.sharded_param, ranks, member.offload_to_cpu))
     return found
+
+
+def watch_collectives(module: nn.Module, waiting: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+    """Makes the collectives of FSDP2 run within a context; returns what undoes that."""
+    watched = []
+    for child in module.modules():
+        if _is_made_by("torch.distributed.fsdp", "FSDPModule", child):
+            for group in _groups_of(child._get_fsdp_state()):  # type: ignore[operator]
+                for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+                    require(group, name)
+                    before = getattr(group, name)
+                    setattr(group, name, _within(waiting, before))
+                    watched.append((group, name, getattr(group, name), before))
+
+    def undo() -> None:
+        for group, name, ours, before in watched:
+            if getattr(group, name) is ours:
+                setattr(group, name, before)
+
+    return undo
+
+
+def _within(waiting: Callable[[], AbstractContextManager[object]], call: Any) -> Any:
+    """Returns an object of a class derived from that of ``call``, as FSDP2 asks for its own, that is called within."""
+
+    def call_within(_: Any, *args: Any, **kwargs: Any) -> Any:
+        with waiting():
+            return call(*args, **kwargs)
+
+    within: Any = object.__new__(type(type(call).__name__, (type(call),), {"__call__": call_within}))
+    vars(within).update(vars(call))
+    return within
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -161,6 +161,32 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
             self._job_watch = None
         super().teardown()
 
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._waiting_for_all():
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().broadcast(*args, **kwargs)
+
+    @override
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().all_reduce(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().all_gather(*args, **kwargs)
+
+    def _waiting_for_all(self) -> AbstractContextManager[None]:
+        """Context manager that tells the other ranks that this one waits for them in the default process group."""
+        if self._job_watch is None:
+            return nullcontext()
+        return self._job_watch.waiting("all ranks, in the default process group")
+
     # --- a training step --------------------------------------------------------------------------------------------
 
     @override

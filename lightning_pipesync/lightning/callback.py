@@ -84,6 +84,10 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
             rank_zero_info(text)
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        _strategy(trainer).report(exception)
+
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).share_metrics()
 

@@ -107,9 +107,13 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     def on_exception(self, exception: BaseException) -> None:
         """Reports the exception to the other ranks, whose errors then name this rank on their last line."""
         super().on_exception(exception)
+        self.report(exception)
+
+    def report(self, exception: BaseException) -> None:
+        """Does so before other callbacks learn of it, of which one may raise, or take long to save a checkpoint."""
         for watch in (self._watch, self._job_watch):
             if watch is not None:
-                watch.leave(exception)
+                watch.close(exception)
 
     @override
     def teardown(self) -> None:
@@ -132,14 +136,20 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
                 super().barrier(*args, **kwargs)
 
     @override
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+    def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns rank 0's object; after an error this rank's own."""
+        if self._interrupted:
+            return obj
         with self._waiting_for_all():
-            return super().broadcast(*args, **kwargs)
+            return super().broadcast(obj, *args, **kwargs)
 
     @override
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the tensor reduced over all ranks; after an error this rank's own."""
+        if self._interrupted:
+            return tensor
         with self._waiting_for_all():
-            return super().reduce(*args, **kwargs)
+            return super().reduce(tensor, *args, **kwargs)
 
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -35,9 +36,10 @@ from lightning_pipesync.core.dtensors import (
     reduce_gradient,
 )
 from lightning_pipesync.core.faults.lighthouse import ADDRESS
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
-from lightning_pipesync.core.torch_private import is_dtensor, reshard
+from lightning_pipesync.core.torch_private import is_dtensor, reshard, watch_collectives
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, group_members
@@ -107,7 +109,9 @@ class SyncMethod(StepCalls):
         self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
         self.user_steps = UserSteps(self)
-        self.transport.end_waits_of(groups_of_shards(module))
+        self.transport.end_other_waits(groups_of_shards(module))
+        watch = self.transport.watch
+        self._unwatch = watch_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
         self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
         try:
             parameters = on_all_ranks(self.transport.job, self._agreed_parameters)
@@ -157,6 +161,17 @@ class SyncMethod(StepCalls):
 
     def synchronize(self) -> None:
         """Waits for the last step's update of this rank's weights; not a collective call."""
+
+    def give_up(self, timeout_s: float = AFTER_ERROR_S) -> str:
+        """Ends what is under way, so that this rank's weights can be read after an error; not a collective call.
+
+        Returns what they are, in words that follow "its weights are". Nothing else but :meth:`detach` is called after
+        it.
+
+        Args:
+            timeout_s: maximum seconds to wait for what is in flight.
+        """
+        return f"those of rank {dist.get_rank()}"
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -218,6 +233,7 @@ class SyncMethod(StepCalls):
         for hook in chain.from_iterable(self._gradient_hooks.values()):
             hook.remove()
         self.user_steps.release()
+        self._unwatch()
         if self._sharded is not None:
             self._sharded.release()
         if self._loads is not None:

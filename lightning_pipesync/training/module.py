@@ -35,7 +35,12 @@ class SyncedModule(nn.Module):
         """Runs the model; raises a RuntimeError if a training begins and no method synchronizes the gradients."""
         if self.automatic and self.training and torch.is_grad_enabled():
             self.begin_to_train()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if self.method is not None:
+                self.method.transport.watch.name_rank_in(error)
+            raise
 
     def train(self, mode: bool = True) -> SyncedModule:
         """Sets the model's mode; if ``automatic``, evaluation mode consolidates the weights."""

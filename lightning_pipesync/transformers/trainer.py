@@ -52,6 +52,12 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
             super().create_accelerator_and_postprocess()
 
     @override
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as the Trainer does; an error that a lost rank causes ends with a line that names it."""
+        with self.accelerator.naming_ranks():
+            return super().train(*args, **kwargs)
+
+    @override
     def get_train_dataloader(self) -> DataLoader[Any]:
         with self.accelerator.preparing_train_loader(self.args.gradient_accumulation_steps):
             return super().get_train_dataloader()

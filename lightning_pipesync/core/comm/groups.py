@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,9 @@ from lightning_pipesync.core.comm.messages import end_waits
 from lightning_pipesync.core.comm.nccl import destroy_nccl_groups, new_nccl_group
 from lightning_pipesync.core.faults.shutdown import error_at_shutdown, join_thread
 
+#: After the timeout its watchdog aborts the process: what the watch of the ranks says comes before.
+LATER = timedelta(seconds=60)
+
 
 class DifferentLinesError(ValueError):
     """The ranks are in no lines, or do not agree on them."""
@@ -30,6 +34,7 @@ class ProcessGroups:
         everyone: a Gloo group of all ranks of the default process group.
         lines: for each rank of the default process group, the ranks along its line of ``replicas``.
         hosts: the name of the host of each rank.
+        pids: the process id of each rank.
 
     Args:
         device: of tensors that NCCL's groups exchange.
@@ -42,6 +47,7 @@ class ProcessGroups:
 
     lines: list[Sequence[int]]
     hosts: list[str]
+    pids: list[int]
 
     def __init__(self, device: torch.device, timeout: timedelta, replicas: DeviceMesh | Sequence[int] | None) -> None:
         self._device, self._timeout = device, timeout
@@ -55,8 +61,8 @@ class ProcessGroups:
         elif replicas is not None:
             own = list(replicas)
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (own, socket.gethostname()), group=self.everyone)
-        self.lines, self.hosts = map(list, zip(*gathered, strict=True))
+        dist.all_gather_object(gathered, (own, socket.gethostname(), os.getpid()), group=self.everyone)
+        self.lines, self.hosts, self.pids = map(list, zip(*gathered, strict=True))
         agreed = (
             rank in line and all(self.lines[other] == line for other in line) for rank, line in enumerate(self.lines)
         )
@@ -82,7 +88,7 @@ class ProcessGroups:
         members = None if ranks is None else list(ranks)
         if backend == "nccl":
             several_hosts = self.num_hosts(range(dist.get_world_size()) if ranks is None else ranks) > 1
-            group = new_nccl_group(members, self._device, self._timeout, several_hosts)
+            group = new_nccl_group(members, self._device, self._timeout + LATER, several_hosts)
         else:
             group = dist.new_group(members, backend=backend, timeout=self._timeout)
         if ranks is None or dist.get_rank() in ranks:

@@ -97,6 +97,7 @@ class Transport(Collectives):
         self._control = groups.everyone if replicas is None else groups.dividing("gloo", groups.lines)
         traffic = Traffic()
         watch = PeerWatch(self._timeout, lambda: traffic.num_operations, groups.end_waits)
+        watch.announces, watch.first_process = backend == "nccl", (groups.hosts[0], groups.pids[0])
         self.job = self._objects = Objects(groups.everyone, watch, traffic)
         if self._control is not groups.everyone:
             self._objects = Objects(self._control, watch, traffic)
@@ -224,9 +225,12 @@ class Transport(Collectives):
             return value
         return self.shards.all_reduce(torch.tensor([value], dtype=torch.float64)).wait().item()
 
-    def end_waits_of(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Has waits in groups of another library end, too, when a rank is lost: those of Gloo."""
-        self._groups.others += groups
+    def end_other_waits(self, groups: Iterable[dist.ProcessGroup] = ()) -> None:
+        """Has waits in the default process group, and in ``groups`` of another library, end, too, if a rank is lost.
+
+        Only those of Gloo.
+        """
+        self._groups.others += [group for group in (dist.group.WORLD, *groups) if group is not None]
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a process group for a library that communicates by itself; a collective call.

@@ -65,6 +65,11 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     return _fault("unconnected", peers[0], beats[peers[0]], since) if peers else None
 
 
+def fault_of_silent(rank: int, beat: Beat) -> Fault:
+    """Returns the fault of a rank that was silent since its last beat."""
+    return _fault("silent" if beat.number else "missing", rank, beat, beat.at)
+
+
 def has_raised(beat: Beat) -> bool:
     """Returns whether a rank has ended with an exception that no other rank caused."""
     return bool(beat.left) and not beat.lost_peer and beat.blames is None

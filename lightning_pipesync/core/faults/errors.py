@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+from typing import TypeVar
 
 import torch.distributed as dist
+
+E = TypeVar("E", bound=BaseException)
+
+#: The attribute of an error that names the rank at fault.
+_NAMES_RANK = "pipesync_names_rank"
 
 #: The start of a connection error's message: a place in Gloo's source; none if the call has its own timeout or the
 #: connection has timed out before.
@@ -23,6 +30,34 @@ def is_connection_error(error: BaseException | None) -> bool:
 def is_lost_peer(error: BaseException | None) -> bool:
     """Returns whether another rank has caused ``error``: a connection error, or what names the rank at fault."""
     return error is not None and (is_connection_error(error) or is_connection_error(error.__cause__))
+
+
+def lost_peer_behind(error: BaseException) -> BaseException | None:
+    """Returns the error that another rank has caused: this one, or one that was being handled when it was raised."""
+    behind: BaseException | None = error
+    while behind is not None and not is_lost_peer(behind):
+        behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
+    return behind
+
+
+def names_rank(error: BaseException) -> bool:
+    """Returns whether an error ends with a line that names the rank at fault."""
+    return hasattr(error, _NAMES_RANK)
+
+
+def mark_as_naming(error: E) -> E:
+    """Makes :func:`names_rank` return True."""
+    setattr(error, _NAMES_RANK, True)
+    return error
+
+
+def add_last_line(error: BaseException, line: str) -> None:
+    """Appends a line to an error, where it is a message; otherwise as a note, which Python 3.11 prints after it."""
+    if error.args == (str(error),):
+        error.args = (f"{error}\n{line}",)
+    elif sys.version_info >= (3, 11):
+        error.add_note(line)
+    mark_as_naming(error)
 
 
 def is_normal_end(error: BaseException | None) -> bool:

@@ -18,11 +18,30 @@ from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.faults.diagnosis import SENTENCES, chain, describe_suspects, find_fault, has_raised
-from lightning_pipesync.core.faults.errors import cause_of, in_short, is_connection_error, is_lost_peer, is_normal_end
+from lightning_pipesync.core.faults.diagnosis import (
+    SENTENCES,
+    chain,
+    describe_suspects,
+    fault_of_silent,
+    find_fault,
+    has_raised,
+)
+from lightning_pipesync.core.faults.errors import (
+    add_last_line,
+    cause_of,
+    in_short,
+    is_connection_error,
+    is_lost_peer,
+    is_normal_end,
+    lost_peer_behind,
+    mark_as_naming,
+    names_rank,
+)
 from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat, Wait, call_in_time, interval_of
+from lightning_pipesync.core.faults.neighbor import Neighbor
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown
-from lightning_pipesync.core.faults.torchrun import report_error_at_shutdown
+from lightning_pipesync.core.faults.torchrun import is_agents, report_error_at_shutdown
+from lightning_pipesync.core.faults.uncaught import call_if_uncaught
 from lightning_pipesync.core.torch_private import address_of, store_of
 
 #: The number of beats that a rank may miss before it counts as silent.
@@ -47,6 +66,10 @@ class PeerWatch:
     Attributes:
         timeout: after which a peer that does not answer counts as lost.
         ahead: what this rank has done that others may not have, in words, such as that it has ended its epoch.
+        announces: whether a fault is printed, since this rank may be in a wait that only its end ends: NCCL's watchdog
+            aborts the process, without an exception.
+        first_process: the host and the process id of rank 0, which may run the store; None: as in its beats.
+        survives_loss: whether the others go on without a silent rank, so that it is not published as the fault.
 
     Args:
         exchanges: returns the number of operations that this rank has started.
@@ -59,6 +82,8 @@ class PeerWatch:
         self.timeout, self._timeout_s = timeout, timeout.total_seconds()
         self._end_waits, self._has_ended_waits = end_waits, False
         self.ahead: str | None = None
+        self.announces = self.survives_loss = False
+        self.first_process: tuple[str, int] | None = None
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
         self.waits: dict[int, Waited] = {}  # by thread
@@ -84,15 +109,19 @@ class PeerWatch:
                 number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._timeout_s)
             except RuntimeError as error:
                 raise RuntimeError(f"{self._describe_store()}; rank {self._rank} has not joined it yet.") from error
+            interval = interval_of(self._timeout_s)
             self._heartbeat = Heartbeat(
                 dist.PrefixStore(f"pipesync/{number}", store),
                 self._rank,
                 dist.get_world_size(),
-                interval_of(self._timeout_s),
+                interval,
                 self._describe,
                 self._act_on_fault,
+                Neighbor(self._rank, dist.get_world_size(), self._timeout_s + PATIENCE * interval),
+                self._find_silent,
             )
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
+            self._ignore_uncaught = call_if_uncaught(self.close)
             report_error_at_shutdown()
 
     def waiting(self, what: str, peer: int | None = None) -> Waiting:
@@ -102,7 +131,7 @@ class PeerWatch:
     def failed_wait(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
         """Returns the error that names the rank at fault for the failed wait of the calling thread."""
         self.waits.setdefault(threading.get_ident(), (what, peer, self.now()))
-        return RuntimeError(self._explain(what, error))
+        return mark_as_naming(RuntimeError(self._explain(what, error)))
 
     def ask_store(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``, which calls the store; after :meth:`start`, with several ranks.
@@ -133,22 +162,41 @@ class PeerWatch:
             if not (known and is_lost_peer(error)):
                 raise
 
-    def leave(self, error: BaseException) -> None:
-        """Publishes that this rank ends with an exception.
+    def name_rank_in(self, error: BaseException) -> None:
+        """Appends a line that names the rank at fault to an error that another rank has caused, unless it has one.
 
-        To a connection error of another library it appends a line that names the rank at fault.
+        So it does to an error of another library, and to one that was raised while such an error was handled.
         """
-        if self._heartbeat is not None and is_connection_error(error):
-            what = "an operation of the default process group"
-            self.waits[threading.get_ident()] = (what, None, self.now())
-            error.args = (f"{error}\n{self._explain(what, error)}",)
-        self.close(error)
+        cause = lost_peer_behind(error)
+        if self._heartbeat is None or self._left or cause is None or names_rank(error):
+            return
+        if names_rank(cause):
+            add_last_line(error, str(cause).splitlines()[-1])
+            return
+        what = "an operation outside of the method, such as one of the default process group"
+        with self.waiting(what):
+            line = self._explain(what, cause)
+        add_last_line(error, line)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Context whose errors get a last line, see :meth:`name_rank_in`."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.name_rank_in(error)
+            raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Publishes that this rank has ended, with ``error`` or the one that is being handled; ends the thread."""
+        """Publishes that this rank has ended, with ``error`` or the one that is being handled; ends the thread.
+
+        An error that another rank has caused gets a last line, see :meth:`name_rank_in`.
+        """
         if self._heartbeat is None or self._left:
             return
         error = error or sys.exc_info()[1]
+        if error is not None:
+            self.name_rank_in(error)
         self._left, self._error = True, None if is_normal_end(error) else error
         last = self._describe(0)
         if has_raised(last) and self.fault is None:
@@ -157,11 +205,18 @@ class PeerWatch:
                 self._wait_until_known({0})
         self._heartbeat.close()
         self._at_end.cancel()
+        self._ignore_uncaught()
 
     def _act_on_fault(self) -> None:
         if not self._left:
+            if self.announces and self.fault is not None:
+                print(f"{self._describe_fault(self.fault)}; rank {self._rank} ends.", file=sys.stderr, flush=True)
             self._has_ended_waits = True
             self._end_waits()
+
+    def _find_silent(self, rank: int, beat: Beat) -> None:
+        if self._heartbeat is not None and not self.survives_loss:
+            self._heartbeat.tell(fault_of_silent(rank, beat))
 
     def _explain(self, what: str, error: BaseException) -> str:
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
@@ -231,9 +286,18 @@ class PeerWatch:
 
     def _describe_store(self) -> str:
         where = "" if self._address is None else f" at {self._address}"
+        first = self.first_process
+        if first is None and self._heartbeat is not None and (beat := self._heartbeat.first) is not None:
+            first = beat.host, beat.pid
+        if self._rank == 0 or is_agents():
+            return (
+                f"The store of the job{where} does not answer: look first at that machine, where rank 0 runs; its "
+                "process has ended, has died or is frozen, or the network is down"
+            )
+        of_process = "" if first is None else f" (host {first[0]}, pid {first[1]})"
         return (
-            f"The store of the job{where} does not answer: look first at that machine, where rank 0 runs; its process "
-            "has ended, has died or is frozen, or the network is down"
+            f"Rank 0{of_process} is at fault: the store of the job{where}, which it runs, does not answer; it has "
+            "ended, has died or is frozen, or the network is down"
         )
 
     def _describe(self, number: int) -> Beat:

@@ -18,11 +18,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_pipesync.core.faults.shutdown import join_thread
+
+if TYPE_CHECKING:
+    from lightning_pipesync.core.faults.neighbor import Neighbor
 
 #: The key of the first fault that a rank has found.
 _FAULT_KEY = "pipesync/fault"
@@ -92,6 +95,11 @@ class Heartbeat:
         store: nothing else uses its keys.
         describe: returns this rank's beat, given its number.
         on_fault: called once a fault has been known for the time of a beat.
+        neighbor: the rank that this one listens to; None: nobody.
+        on_silence: called with the rank, and its last beat, when ``neighbor`` has fallen silent.
+
+    Attributes:
+        first: the first beat of rank 0 that was read; None before.
     """
 
     def __init__(
@@ -102,7 +110,11 @@ class Heartbeat:
         interval: float,
         describe: Callable[[int], Beat],
         on_fault: Callable[[], object] = lambda: None,
+        neighbor: Neighbor | None = None,
+        on_silence: Callable[[int, Beat], object] = lambda *_: None,
     ) -> None:
+        self._neighbor, self._on_silence = neighbor, on_silence
+        self.first: Beat | None = None
         self._store, self._describe, self._on_fault = store, describe, on_fault
         self._keys = [_key_of(peer) for peer in range(world_size)]
         self._key = self._keys[rank]
@@ -186,6 +198,7 @@ class Heartbeat:
                 self._beat()
                 self._learn_fault()
                 self._act_on_fault()
+                self._listen()
                 with suppress(queue.Empty):
                     if (job := self._jobs.get(timeout=self.interval)) is None:
                         break
@@ -205,6 +218,17 @@ class Heartbeat:
     def _learn_fault(self) -> None:
         if self.fault is None and self._store.check([_FAULT_KEY]):
             self._told = _read_as(_fault_from, _FAULT_KEY, self._store.get(_FAULT_KEY))
+
+    def _listen(self) -> None:
+        """Reads the neighbor's beat, now and then, and rank 0's until there is one: it may run the store."""
+        if self.first is None and (beat := self.last_beat(self._store, 0)).number:
+            self.first = beat
+        neighbor, now = self._neighbor, time.monotonic()
+        if neighbor is not None and self.fault is None and neighbor.is_due(now):
+            rank = neighbor.rank
+            beat = Beat(left="") if rank in self._forgotten else self.last_beat(self._store, rank)
+            if neighbor.hear(beat, now):
+                self._on_silence(rank, beat)
 
     def _act_on_fault(self) -> None:
         fault, now = self.fault, time.monotonic()

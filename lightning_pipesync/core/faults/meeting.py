@@ -34,6 +34,8 @@ def watch_job(timeout: timedelta) -> PeerWatch:
     which a rank that does not answer counts as lost.
     """
     global _job
+    if _job is not None:
+        _job.close()  # of an adapter of this process that is not used any more
     group = dist.group.WORLD
     assert group is not None
     _job = PeerWatch(timeout, end_waits=lambda: end_waits(group))

@@ -115,6 +115,7 @@ class EAPipe(PipelineMethod):
         self.transport: Transport | None = None
         if virtual_stages is None:
             self.transport = make_transport(self._device, self.config, backend)
+            self.transport.end_other_waits()
             self.num_stages = places_of(self.transport).world_size
         elif self.config.num_pipelines > 1:
             raise ValueError(

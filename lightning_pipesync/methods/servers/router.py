@@ -46,6 +46,7 @@ class MessageRouter:
         self.newest = 0  # version of the weights that this rank knows of
         self.num_resumed = 0  # how many times this rank has resumed from a saved state
         self._rank, self._transport, self._timeout_s = transport.rank, transport, timeout_s
+        transport.watch.survives_loss = roles.survives_loss
         self._learners = set(roles.learners)  # that are not lost
         self._is_patient = self._rank not in self._learners  # a rank that only serves waits while others train
         self._answers: defaultdict[type, deque[tuple[int, Any]]] = defaultdict(deque)  # by type, with their senders

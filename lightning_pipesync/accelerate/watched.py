@@ -1,0 +1,67 @@
+"""An Accelerator whose waits for other ranks name the rank at fault if one is lost."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.meeting import watch_job
+from lightning_pipesync.core.private_names import ChecksOverrides
+
+
+class WatchedAccelerator(ChecksOverrides, Accelerator):
+    """An Accelerator whose waits in the default process group end when a rank is lost, and name it."""
+
+    _job_watch: PeerWatch | None = None
+
+    def _watch_job(self, timeout_s: float) -> None:
+        """Starts to watch all ranks; a collective call."""
+        if self.num_processes > 1:
+            self._job_watch = watch_job(timedelta(seconds=timeout_s))
+
+    def naming_ranks(self) -> AbstractContextManager[None]:
+        """Context manager whose errors, if a lost rank has caused them, end with a line that names it."""
+        return nullcontext() if self._job_watch is None else self._job_watch.naming()
+
+    @override
+    def end_training(self) -> None:
+        if self._job_watch is not None:
+            self._job_watch.close()
+        super().end_training()
+
+    @override
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        with self.naming_ranks():
+            super().backward(loss, **kwargs)
+
+    @override
+    def wait_for_everyone(self) -> None:
+        with self._waiting_for_all():
+            super().wait_for_everyone()
+
+    @override
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().gather(*args, **kwargs)
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().reduce(*args, **kwargs)
+
+    @override
+    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().pad_across_processes(*args, **kwargs)
+
+    def _waiting_for_all(self) -> AbstractContextManager[None]:
+        """Context manager that tells the other ranks that this one waits for them in the default process group."""
+        if self._job_watch is None:
+            return nullcontext()
+        return self._job_watch.waiting("all ranks, in the default process group")
