@@ -50,6 +50,7 @@ class SyncStrategyMixin(JoiningMixin):
     """
 
     _flushed_to_save = False
+    _weights_after_error = ""
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -254,7 +255,9 @@ class SyncStrategyMixin(JoiningMixin):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.method is not None and not self.method.flushed:
+        if self.method is not None and self._interrupted:
+            self._weights_after_error = self.method.give_up()
+        elif self.method is not None and not self.method.flushed:
             self.flush()
             self._flushed_to_save = True  # saving may interrupt a step, which resumes afterwards
         state = super().lightning_module_state_dict()
@@ -262,6 +265,11 @@ class SyncStrategyMixin(JoiningMixin):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.method is not None and self._interrupted and not self._is_sharded:
+            rank_zero_warn(
+                f"{filepath} is saved after an error, by this rank alone: its weights are {self._weights_after_error}. "
+                "Any strategy can resume from it."
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.method is not None and self._flushed_to_save:
             self.method.resume()

@@ -84,6 +84,12 @@ class Promise(Handle[T]):
             raise self._error
         return self._result
 
+    def succeeds(self, timeout_s: float) -> bool:
+        """Returns whether there is a result, and no error, after ``timeout_s`` seconds at most."""
+        if not self.done and self._undone.acquire(timeout=timeout_s):
+            self._undone.release()
+        return self.done and self._error is None
+
 
 class Worker:
     """A thread that runs jobs one after the other. It is a daemon: it never keeps a dying process alive.

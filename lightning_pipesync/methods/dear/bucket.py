@@ -80,7 +80,7 @@ class FusedBucket(GradientBucket):
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces(), *whole)
         for tensor in self.parameters:
             optimizer.state.pop(tensor, None)
-        self._gathered: Handle[Tensor] | None = None
+        self._gathered: Queued[Tensor] | None = None
         self._num_early = 0  # values of each rank's shard that are gathered under backward
 
     @property
@@ -131,6 +131,13 @@ class FusedBucket(GradientBucket):
             if self.values is None:
                 self._gathered = None  # the next gradients may be in the buffer when this is called again
                 self.gradients.release_memory()
+
+    def arrives(self, timeout_s: float) -> bool:
+        if self._gathered is None:
+            return True
+        if arrived := self._gathered.succeeds(timeout_s):
+            self.wait()
+        return arrived
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the residuals of the codec; empty without error feedback."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
@@ -226,6 +227,14 @@ class DeAR(SyncMethod):
     def synchronize(self) -> None:
         """Waits until all weights are up to date; not a collective call (Listing 1)."""
         self._feedpipe.wait()
+
+    def give_up(self, timeout_s: float = AFTER_ERROR_S) -> str:
+        buckets, lost = self._fused.buckets, self._feedpipe.give_up(timeout_s)
+        if not lost:
+            return "those after the last step, which all ranks have"
+        if lost == len(buckets) and not any(bucket.sharded for bucket in buckets):
+            return "those before the last step, which all ranks had"
+        return f"a mixture: {lost} of {len(buckets)} buckets are from before the last step, or parts of them"
 
     def flush(self) -> None:
         """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""

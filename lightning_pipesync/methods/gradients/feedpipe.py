@@ -5,6 +5,7 @@ All-gathers run so, and averages of replicas.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -30,6 +31,9 @@ class GatheredBucket(Protocol):
 
     def wait(self) -> None:
         """Blocks until the weights are up to date; raises a RuntimeError if a peer is lost."""
+
+    def arrives(self, timeout_s: float) -> bool:
+        """Returns whether the weights are up to date after ``timeout_s`` seconds at most."""
 
 
 B = TypeVar("B", bound=GatheredBucket)
@@ -92,6 +96,14 @@ class FeedPipe(Generic[B]):
     def wait(self) -> None:
         for bucket in self.buckets:
             bucket.wait()
+
+    def give_up(self, timeout_s: float) -> int:
+        """Never waits again; returns in how many buckets weights do not arrive within ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        arrive = [bucket.arrives(max(0.0, deadline - time.monotonic())) for bucket in self.buckets]
+        self.remove_hooks()
+        self.buckets, self._awaited, self._bucket_of = [], {}, {}
+        return arrive.count(False)
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:

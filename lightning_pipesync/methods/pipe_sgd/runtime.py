@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -161,6 +162,10 @@ class PipeSGD(SyncMethod):
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         if self.config.drain:
             self.drain(before_update)
+
+    def give_up(self, timeout_s: float = AFTER_ERROR_S) -> str:
+        self._prediction.restore_true_weights()
+        return "those after the last update, which all ranks have, without the gradients in flight"
 
     def flush(self) -> None:
         """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""

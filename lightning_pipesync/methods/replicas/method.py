@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.dtensors import is_sharded, local_of
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.loads import hook_loading, modules_with
@@ -229,6 +230,13 @@ class ReplicaMethod(SyncMethod):
         self._together(self._consolidate)
         for follower in self._followers:
             follower.keep_average()
+
+    def give_up(self, timeout_s: float = AFTER_ERROR_S) -> str:
+        lost = 0 if self._overlap is None else self._overlap.give_up(timeout_s)
+        if not lost and not self.diverged:
+            return "the average of all replicas"
+        of_rank = f"those of rank {dist.get_rank()}'s replica, which differ from others'"
+        return f"{of_rank}, in {lost} buckets without the last average" if lost else of_rank
 
     def resume(self) -> None:
         """Restores this rank's replica, except the tensors that were written to since the flush."""

@@ -34,6 +34,13 @@ class AveragedBucket:
         if self._average is not None:
             self._average.wait()
 
+    def arrives(self, timeout_s: float) -> bool:
+        if self._average is None:
+            return True
+        if arrived := self._average.succeeds(timeout_s):
+            self._average.wait()
+        return arrived
+
 
 class ForwardOverlap:
     """Runs the averages of a synchronized step, of the parameters of each optimizer, under the next forward pass."""
@@ -60,6 +67,10 @@ class ForwardOverlap:
     def wait(self) -> None:
         """Waits for all averages."""
         self._feedpipe.wait()
+
+    def give_up(self, timeout_s: float) -> int:
+        """See :meth:`FeedPipe.give_up`."""
+        return self._feedpipe.give_up(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Removes the hooks, and ends the thread."""

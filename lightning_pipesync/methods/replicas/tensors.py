@@ -149,8 +149,9 @@ class ReplicatedTensors:
         handles = []
         for index in range(len(self.tensors)):
             handles.append(collectives.all_reduce(self.packed(index), mean=True))
-        for handle, bucket, tensors in zip(handles, self._buckets, self.tensors, strict=True):
+        for handle in handles:  # all of them, or none is applied if a peer is lost
             handle.wait()
+        for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
             bucket.unpack(tensors)
 
     def swap_in_average(self) -> None:
