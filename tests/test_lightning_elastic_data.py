@@ -114,17 +114,18 @@ def job(
     name: str,
     first: int,
     handed: dict[int, Any],
-    num_workers: int = 0,
     ckpt_path: Path | None = None,
+    members: dict[int, str] = MEMBERS,
+    loading: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Trains as a job that comes after ``first`` steps; returns its samples and hooks, and adds to ``handed``."""
     pl.seed_everything(7, verbose=False)
-    method = type("LocalSGD", (Jobs,), {"members": MEMBERS, "name": name, "first": first, "handed": handed})
+    method = type("LocalSGD", (Jobs,), {"members": members, "name": name, "first": first, "handed": handed})
     model = Recorder()
     saving = ModelCheckpoint(directory / f"{name}{first}", save_top_k=-1, every_n_train_steps=4)
     settings = {"max_epochs": EPOCHS, "callbacks": [saving], "enable_checkpointing": True, **kwargs}
-    loader = DataLoader(dataset(), 4, shuffle=True, num_workers=num_workers)
+    loader = DataLoader(dataset(), 4, shuffle=True, **(loading or {}))
     with (
         mock.patch.dict(METHODS, local_sgd=method),
         mock.patch.object(LocalSGDConfig, "num_jobs", property(lambda _: 2)),
@@ -165,8 +166,12 @@ def several_loaders(directory: Path) -> tuple[str, str] | None:
         return raised(lambda: trainer(LocalSGDStrategy(partition="defdp"), 1, directory).fit(Classifier(), loaders))
 
 
+#: Where 8 samples are left, 3 members come, who cannot make whole batches of them.
+NONE_LEFT = {0: "ab", 7: "bac", 13: "ca"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "nothing left": {"loading": {"drop_last": True}, "members": NONE_LEFT},
+    "seldom validated": {"val_check_interval": 7},
     "accumulated": {"accumulate_grad_batches": 2},
     "validated within": {"val_check_interval": 0.5},
     "limited": {"limit_train_batches": 0.75},
@@ -220,6 +225,21 @@ def test_a_job_resumes_within_an_epoch_that_was_divided_before(variant: str, tra
         assert run["steps"] == whole["steps"]
 
 
+def test_an_epoch_ends_when_new_members_cannot_divide_the_rest(trained: Outcomes) -> None:
+    whole, *_ = trained["nothing left"][0]
+    expected = seen(Data(SAMPLES, 4, drop_last=True), NONE_LEFT, EPOCHS)["a"]
+    assert sum(epoch == 0 for epoch, _ in expected) == 7
+    assert whole["seen"] == [batch for _, batch in expected]
+    ends = [hook for hook in whole["hooks"] if hook[0] == "epoch's end"]
+    assert ends[0] == ("epoch's end", 0, 7, 7, True)
+    assert sum(hook[:3] == ("validation", 0, 7) for hook in whole["hooks"]) == 1
+
+
+def test_an_epoch_that_has_become_shorter_than_the_interval_is_validated(trained: Outcomes) -> None:
+    whole, *_ = trained["seldom validated"][0]
+    assert {epoch for hook, epoch, *_ in whole["hooks"] if hook == "validation"} == set(range(EPOCHS))
+
+
 def test_validation_comes_at_the_end_of_the_data(trained: Outcomes) -> None:
     whole, *_ = trained["plain"][0]
     validated, ended = (
@@ -235,7 +255,7 @@ def test_several_training_loaders_are_refused(trained: Outcomes) -> None:
 
 
 def job_with_workers(directory: Path, first: int, handed: dict[int, Any]) -> tuple[dict[str, Any], dict[int, Any]]:
-    return job(directory, "a", first, handed, num_workers=2, max_epochs=2), handed
+    return job(directory, "a", first, handed, loading={"num_workers": 2}, max_epochs=2), handed
 
 
 def test_what_workers_have_fetched_of_the_old_division_is_thrown_away(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from lightning_pipesync.data.elastic import ElasticOrder, ElasticSampler
 from lightning_pipesync.data.loaders import sampler_of
 from lightning_pipesync.data.order import DataSettings, in_elastic_order
 from lightning_pipesync.lightning.private import (
+    check_progress,
     go_to_progress,
     num_train_loaders,
     position_of,
@@ -48,6 +49,7 @@ class TrainerPlace:
 
     def check(self) -> None:
         """Raises a ValueError if the Trainer has several training loaders."""
+        check_progress(self._trainer)
         if (number := num_train_loaders(self._trainer)) > 1:
             raise ValueError(
                 f"The Trainer has {number} training loaders, and replicas that come and go divide the data of one: "

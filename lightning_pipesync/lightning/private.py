@@ -102,6 +102,14 @@ def num_train_loaders(trainer: Trainer) -> int:
     return 0 if loaders is None else len(loaders.flattened)
 
 
+def check_progress(trainer: Trainer) -> None:
+    """Raises a RuntimeError, before a training, if the Trainer's loops lack a private name of their progress."""
+    loop = trainer.fit_loop.epoch_loop
+    require(loop, "batch_progress", "scheduler_progress", "_batches_that_stepped")
+    require(loop.automatic_optimization, "optim_progress")
+    require(loop.manual_optimization, "optim_step_progress")
+
+
 def position_of(trainer: Trainer) -> tuple[int, int]:
     """Returns the epoch, and how many of its batches were trained on, with the present one."""
     epochs = cast("_ProcessedTracker", trainer.fit_loop.epoch_progress.current)
@@ -183,8 +191,12 @@ def set_num_batches(trainer: Trainer) -> None:
     lengths = [len(loader) for loader in loaders.flattened]
     loaders.limits = [int(length * limit) if isinstance(limit, float) else min(length, limit) for length in lengths]
     loop.max_batches = max(loaders.limits)  # its own length is that of the present iteration
-    if isinstance(trainer.val_check_interval, float) and getattr(trainer, "_val_check_time_interval", None) is None:
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return
+    if isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+    elif trainer.check_val_every_n_epoch is not None:  # an epoch that is shorter than the interval is validated, too
+        trainer.val_check_batch = min(trainer.val_check_interval, loop.max_batches)
 
 
 def run_hooks_before_step(precision: Any, module: Any, optimizer: Optimizer) -> None:
