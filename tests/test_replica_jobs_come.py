@@ -1,13 +1,18 @@
-"""A replica that comes to others in a plain loop: what it gets besides weights."""
+"""A replica that comes to others in a plain loop, or in Fabric's: what it gets besides weights."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
+from lightning_pipesync.fabric import LocalSGDFabricStrategy
 from tests.models import OPTIMIZERS, loss, seeded_mlp
 from tests.reference_elastic_data import Data, seen
 from tests.replica_jobs import TIMEOUT_S, launch_replicas, wait_for
@@ -16,18 +21,27 @@ PERIOD, EPOCHS, MEETS = 2, 2, 5
 DATA = Data(60, 4)
 
 
-def train(rank: int, directory: Path) -> list[tuple[int, list[int], float]]:
+def train(rank: int, directory: Path, in_fabric: bool) -> list[tuple[int, list[int], float]]:
     """Returns by step the epoch, the batch and the learning rate, which decays in each step that ends a round."""
     if rank == 1:
         wait_for(directory / "going on")
-    model = seeded_mlp(rank)
-    optimizer = OPTIMIZERS["sgd"](model)
+    model: Any = seeded_mlp(rank)
+    optimizer: Any = OPTIMIZERS["sgd"](model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, PERIOD, 0.75)
-    sync = LocalSGD(model, optimizer, period=PERIOD, partition="defdp", timeout_s=TIMEOUT_S)
+    settings: dict[str, Any] = {"period": PERIOD, "partition": "defdp", "timeout_s": TIMEOUT_S}
+    if in_fabric:
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=LocalSGDFabricStrategy(**settings))
+        fabric.launch()
+        fabric.seed_everything(7, verbose=False)
+        model, optimizer = fabric.setup(model, optimizer)
+        sync, prepare, step = fabric.strategy.method_of(), fabric.strategy.prepare_train_loader, optimizer.step
+    else:
+        sync = LocalSGD(model, optimizer, **settings)
+        prepare, step = partial(sync.prepare_train_loader, seed=7), sync.step
     sync.hand_over(scheduler=scheduler)
     if rank == 1:
         (directory / "alive").touch()  # so the others wait for it in their next round
-    loader = sync.prepare_train_loader(DataLoader(range(DATA.size), DATA.batch_size, shuffle=True), seed=7)  # type: ignore[arg-type]
+    loader = prepare(DataLoader(range(DATA.size), DATA.batch_size, shuffle=True))
     steps = []
     for epoch in range(loader.epoch, EPOCHS):
         for batch in loader:
@@ -37,15 +51,16 @@ def train(rank: int, directory: Path) -> list[tuple[int, list[int], float]]:
             steps.append((epoch, batch.tolist(), optimizer.param_groups[0]["lr"]))
             optimizer.zero_grad()
             loss(model, len(steps), rank).backward()
-            sync.step()
+            step()
             scheduler.step()
     sync.end()
     sync.detach()
     return steps
 
 
-def test_it_has_the_others_place_in_the_data_and_their_learning_rate(tmp_path: Path) -> None:
-    of_0, of_1 = launch_replicas(train, 2, tmp_path, num_replicas=1)
+@pytest.mark.parametrize("in_fabric", [False, True])
+def test_it_has_the_others_place_in_the_data_and_their_learning_rate(in_fabric: bool, tmp_path: Path) -> None:
+    of_0, of_1 = launch_replicas(train, 2, tmp_path, in_fabric, num_replicas=1)
     came = len(of_0) - len(of_1)
     assert came > MEETS
     expected = seen(DATA, {0: "0", came: "01"}, EPOCHS)
