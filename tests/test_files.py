@@ -1,4 +1,4 @@
-"""Files that a full disk interrupts: a file with its final name is whole, or not there."""
+"""Files that a full disk interrupts are whole, or not there; one that has changed since torch wrote it is refused."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from lightning_pipesync import DeAR
 from lightning_pipesync.accelerate.checkpoint import save_rank_states
 from lightning_pipesync.core.buckets import Fusion
+from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.lab.bench.tables import write_results
 from lightning_pipesync.methods.dear.tuner import TuningFile
 from tests.case_table import launch_cases
@@ -83,3 +84,23 @@ def test_a_full_disk_leaves_the_file_before(tmp_path: Path) -> None:
         assert error
         assert before
         assert after == before
+
+
+def test_a_file_that_has_changed_is_refused(tmp_path: Path) -> None:
+    """torch loads it as it is."""
+    file = tmp_path / "a.ckpt"
+    torch.save({"x": torch.zeros(1000)}, file)
+    check_undamaged(file)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert torch.load(file, weights_only=True)["x"].count_nonzero() == 1
+    with pytest.raises(ValueError, match=r"checkpoint .*a\.ckpt is damaged: .*data/0 .* Resume from an earlier"):
+        check_undamaged(file)
+
+
+def test_what_has_no_checksums_is_not_checked(tmp_path: Path) -> None:
+    check_undamaged(tmp_path / "missing.ckpt")
+    check_undamaged("s3://bucket/a.ckpt")
+    (tmp_path / "text").write_text("no archive")
+    check_undamaged(tmp_path / "text")

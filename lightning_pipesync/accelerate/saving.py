@@ -19,6 +19,7 @@ from lightning_pipesync.accelerate.private import prepared_models
 from lightning_pipesync.accelerate.sharding import shards_by_fsdp2
 from lightning_pipesync.accelerate.watched import WatchedAccelerator
 from lightning_pipesync.core.dtensors import is_sharded
+from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.session import Sessions
@@ -129,6 +130,8 @@ class SavingAccelerator(WatchedAccelerator):
 
         def before_loading(models: list[nn.Module], folder: str) -> None:
             folders.append(folder)
+            for file in sorted(Path(folder).glob("*")):
+                check_undamaged(file)
             if not shards_by_fsdp2(self) and any(map(is_sharded, models)):  # of which Accelerate loads whole ones only
                 checkpoint.load_models(models, folder)
                 models.clear()

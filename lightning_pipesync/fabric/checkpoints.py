@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.dtensors import has_shards, is_sharded
+from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.core.storage import unshare_storage
@@ -104,6 +105,7 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state."""
+        check_undamaged(path)
         objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
         loaded = [value for value in objects.values() if isinstance(value, SyncedModule)]
         for wrapper in loaded:

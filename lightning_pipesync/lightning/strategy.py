@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import watch_job
+from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data.order import begin_at, with_resumable_order
@@ -233,6 +234,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        check_undamaged(checkpoint_path)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoint_step = checkpoint.get("global_step")
         ranks = checkpoint.get(CHECKPOINT_KEY, {}).get("ranks", {})

@@ -1,4 +1,4 @@
-"""A rank's state that was damaged in a checkpoint is refused on all ranks, by name."""
+"""A checkpoint that was damaged, or a rank's state in it, is refused on all ranks, by name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tests.conformance.training import Checkpoint, Options
 from tests.harness import assert_raised, raised
 
 AT = 3
-#: By framework, each method, and whether the file of rank 1 is cut off, not changed.
+#: By framework, each method, and how it is damaged: the state of rank 1 has changed, the file with it is cut off, or a
+#: file that all ranks need has changed on the disk.
 CASES = {
-    "lightning": [("dear", False), ("selsync", False), ("ea_pipe", False)],
-    "fabric": [("pipe_sgd", False), ("local_sgd", False)],
-    "accelerate": [("dear", False), ("selsync", False), ("ea_pipe", False), ("dear", True)],
+    "lightning": [("dear", "state"), ("selsync", "state"), ("ea_pipe", "state"), ("local_sgd", "disk")],
+    "fabric": [("pipe_sgd", "state"), ("local_sgd", "state"), ("selsync", "disk")],
+    "accelerate": [("dear", "state"), ("selsync", "state"), ("ea_pipe", "state"), ("dear", "cut"), ("dear", "disk")],
 }
 
 
@@ -35,24 +36,31 @@ def flip_a_bit(tree: Any) -> None:
     values.view(torch.uint8)[0] ^= 1
 
 
-def damage_rank_1(framework: str, path: Path, cut: bool) -> None:
-    file = {"lightning": Path(f"{path}.ckpt"), "fabric": path, "accelerate": path / "pipesync_1.bin"}[framework]
-    if cut:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+def damage(framework: str, path: Path, how: str) -> None:
+    in_folder = path / ("optimizer.bin" if how == "disk" else "pipesync_1.bin")
+    file = {"lightning": Path(f"{path}.ckpt"), "fabric": path, "accelerate": in_folder}[framework]
+    content = file.read_bytes()
+    middle = len(content) // 2
+    if how == "cut":
+        file.write_bytes(content[:middle])
+        return
+    if how == "disk":
+        block = bytes(255 - byte for byte in content[middle : middle + 256])
+        file.write_bytes(content[:middle] + block + content[middle + 256 :])
         return
     saved = torch.load(file, weights_only=True)
     flip_a_bit(saved["states"] if framework == "accelerate" else saved["pipesync"]["ranks"][1])
     torch.save(saved, file)
 
 
-def resume_damaged(framework: str, name: str, cut: bool, path: Path) -> tuple[str, str] | None:
+def resume_damaged(framework: str, name: str, how: str, path: Path) -> tuple[str, str] | None:
     method = METHODS[name]
     run = partial(train, framework, method, method.typical[0], Options("adamw"))
     saved = Checkpoint(path, AT)
     run(save=saved)
     dist.barrier()
     if os.environ["RANK"] == "0":
-        damage_rank_1(framework, saved.first.path, cut)
+        damage(framework, saved.first.path, how)
     dist.barrier()
     return raised(lambda: run(resume=saved.first))
 
@@ -60,11 +68,12 @@ def resume_damaged(framework: str, name: str, cut: bool, path: Path) -> tuple[st
 @pytest.mark.parametrize("framework", CASES)
 def test_a_damaged_part_is_refused_on_all_ranks(framework: str, tmp_path: Path) -> None:
     cases = {
-        (name, cut): partial(resume_damaged, framework, name, cut, tmp_path / f"{name} {cut}")
-        for name, cut in CASES[framework]
+        (name, how): partial(resume_damaged, framework, name, how, tmp_path / f"{name} {how}")
+        for name, how in CASES[framework]
     }
     outcomes = launch_cases(cases, 2, init=False)
     file = "pipesync_1.bin" if framework == "accelerate" else "'pipesync'"
-    for case in cases:
-        for outcome in outcomes[case]:
-            assert_raised(outcome, "ValueError", "state of rank 1", "damaged", file)
+    for name, how in cases:
+        words = ("is damaged: ", "is not what was written") if how == "disk" else ("state of rank 1", "damaged", file)
+        for outcome in outcomes[name, how]:
+            assert_raised(outcome, "ValueError", *words)
