@@ -9,14 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
 from tests.harness import DIED, launch
 from tests.lost_ranks import die
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp
+from tests.reference_elastic_data import Data, seen
 from tests.replica_jobs import TIMEOUT_S, launch_replicas
 
 STEPS, PERIOD, DIES = 13, 3, 5
+#: An epoch is longer than the training.
+DATA = Data(240, 2)
 SETTINGS: dict[str, dict[str, Any]] = {
     "FedAvg": {},
     "DiLoCo int4": {"outer_optimizer": "nesterov", "compression": "int4"},
@@ -26,8 +30,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def train(
     replica: int, settings: dict[str, Any], mesh: DeviceMesh | None = None, lost: int | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns this rank's shards, its own and the average; the processes of replica ``lost`` die before a step."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[list[int]]]:
+    """Returns this rank's shards, its own and the average, and the batches that it had by the loader.
+
+    The processes of replica ``lost`` die before a step.
+    """
     in_one_job = mesh is not None
     mesh = mesh or init_device_mesh("cpu", (2,))
     model = seeded_mlp(0)
@@ -36,9 +43,12 @@ def train(
     sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S, **settings)
     sync.join()
     data = 2 * replica + mesh.get_local_rank("shards" if in_one_job else None)
+    loader = sync.prepare_train_loader(DataLoader(range(DATA.size), DATA.batch_size, shuffle=True), seed=7)  # type: ignore[arg-type]
+    batches, seen_here = iter(loader), []
     while sync.num_steps < STEPS:
         if replica == lost and sync.num_steps == DIES:
             die()
+        seen_here.append(next(batches).tolist())
         optimizer.zero_grad()
         loss(model, sync.num_steps, data).backward()
         sync.step()
@@ -47,21 +57,21 @@ def train(
     average = shards_of(model)
     sync.detach()
     dist.barrier()
-    return own, average
+    return own, average, seen_here
 
 
 def shards_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
 
 
-def train_in_one_job(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def train_in_one_job(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[list[int]]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     return train(dist.get_rank() // 2, settings, mesh)
 
 
 def train_alone(
     replica: int, settings: dict[str, Any], lost: int | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[list[int]]]:
     dist.init_process_group("gloo")
     return train(replica, settings, lost=lost)
 
@@ -73,6 +83,7 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
     for one, other in zip(of_jobs, of_ranks, strict=True):
         assert_same(one[0], other[0], name)
         assert_same(one[1], other[1], name)
+        assert one[2] == other[2]
 
 
 def test_the_others_go_on_without_a_lost_replica() -> None:
@@ -80,6 +91,10 @@ def test_the_others_go_on_without_a_lost_replica() -> None:
     outcomes = launch_replicas(train_alone, 3, {"outer_optimizer": "nesterov"}, 0, ranks_per_replica=2, may_die=(0, 1))
     assert outcomes[:2] == [DIED, DIED]
     for rank in (2, 3):
-        (own, average), (others, same) = outcomes[rank], outcomes[rank + 2]
+        (own, average, _), (others, same, _) = outcomes[rank], outcomes[rank + 2]
         assert_same(average, same)
         assert_same(average, {name: (own[name] + others[name]) / 2 for name in own})
+    following_round = PERIOD * (DIES // PERIOD + 1)
+    expected = seen(DATA, {0: "012345", following_round: "2345"}, 1)
+    for rank in range(2, 6):
+        assert outcomes[rank][2] == [batch for _, batch in expected[str(rank)]][:STEPS]
