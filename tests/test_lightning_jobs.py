@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGDStrategy
@@ -20,7 +21,7 @@ from tests.replica_jobs import TIMEOUT_S, launch_replicas, wait_for
 
 PERIOD, EPOCHS = 2, 3
 #: The step in which one dies, and that in which the others wait until it has started again.
-DIES, WAITS = 5, 8
+DIES, WAITS = 3, 6
 
 
 class Job(Classifier):
@@ -79,5 +80,43 @@ def test_a_trainer_dies_and_comes_back(tmp_path: Path) -> None:
     for outcome in (of_0, of_2):
         assert outcome["where"][came:] == of_1_again["where"]
         assert outcome["steps"] == of_1_again["steps"]
-    for one, other in zip(of_0["validated_with"], of_1_again["validated_with"], strict=False):
+    agreed = of_1_again["validated_with"]
+    assert agreed
+    for one, other in zip(of_0["validated_with"][-len(agreed) :], agreed, strict=True):
         assert torch.equal(one, other)
+
+
+class ShardedJob(Classifier):
+    """A job of two ranks, each with a shard of the model; replica 0 dies in a step."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.number == 0 and self.trainer.global_step == DIES:
+            die()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, *args: Any) -> None:
+        """Validates nothing."""
+
+
+def train_sharded(number: int, directory: Path) -> list[list[int]]:
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # in this job
+    pl.seed_everything(7, verbose=False)
+    model = ShardedJob(number)
+    strategy = LocalSGDStrategy(period=PERIOD, partition="defdp", timeout_s=TIMEOUT_S, ranks_per_replica=2)
+    trainer(strategy, 2, directory / str(number), max_epochs=1).fit(model, DataLoader(dataset(), 2, shuffle=True))
+    return model.seen
+
+
+def test_trainers_of_several_ranks_divide_the_data_among_all_ranks_that_are_left(tmp_path: Path) -> None:
+    outcomes = launch_replicas(train_sharded, 3, tmp_path, ranks_per_replica=2, may_die=(0, 1))
+    assert outcomes[:2] == [DIED, DIED]
+    expected = seen(Data(SAMPLES, 2), {0: "012345", DIES + 1: "2345"}, 1)
+    for rank in range(2, 6):
+        assert outcomes[rank] == [batch for _, batch in expected[str(rank)]]
