@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.comm.line import Line
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import describe, raise_if_different
+from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
 from lightning_pipesync.data.train_loader import TrainLoader
@@ -281,7 +283,8 @@ class ElasticReplicaMethod(ReplicaMethod):
         if self._sections is not None:
             self._sections.leave()
         super()._detach(timeout_s)
-        if self._sections is not None:
+        # Without an error, others may still receive this replica's last messages.
+        if self._sections is not None and not is_normal_end(sys.exc_info()[1]):
             self._sections.close()
 
     # --- what is handed over ----------------------------------------------------------------------------------------
