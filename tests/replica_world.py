@@ -88,6 +88,7 @@ class Process:
             each.send_rest()
             each.run(self.method.section)
             self.world.note(self)
+        each.end(self.method.section)
         each.leave()
         self.left = True
         each.close()

@@ -48,6 +48,8 @@ TABLE: dict[str, tuple[list[Standing], str, int, bool]] = {
     "all are new": ([new(), new(), new()], "a", 0, False),
     "all are new, from checkpoints of different age": ([new(2), new(5), new(5)], "b", 5, False),
     "one of the new ones has begun": ([new(), at(0, "00000001/1", joins=True), new()], "b", 0, True),
+    "one ends, and the others go on": ([at(3, ends=True), at(3), at(3)], "bc", 3, True),
+    "all end": ([at(3, ends=True), at(3, ends=True)], "ab", 3, True),
     "all but one are lost": ([at(4, undoable=True, connected=False)], "a", 4, False),
 }
 
@@ -56,10 +58,10 @@ TABLE: dict[str, tuple[list[Standing], str, int, bool]] = {
 def test_who_continues_from_where(befallen: str) -> None:
     standings, continuing, completed, connected = TABLE[befallen]
     agreement = outcome(*standings)
-    ids = "".join(member.id for member in agreement.members)
     assert "".join(member.id for member in agreement.continuing) == continuing
-    assert "".join(member.id for member in agreement.new) == "".join(sorted(set(ids) - set(continuing)))
-    assert len(ids) == len(standings)
+    joining = {chr(ord("a") + i) for i, each in enumerate(standings) if each.joins}
+    assert {member.id for member in agreement.new} == joining - set(continuing), "nobody waits for those left out"
+    assert [member.id for member in agreement.members] == sorted(joining | set(continuing))
     assert (agreement.completed, agreement.connected, agreement.generation) == (completed, connected, "next")
 
 

@@ -8,7 +8,8 @@ another message:
 
 - Those of the latest quorum continue. No others can know as much, as each section needs all replicas of its quorum.
 - If one of them misses data of the last section, nobody has gone on, and all undo it. Otherwise it stands.
-- All others are new, also one that was left out while it was frozen, or has been loaded from an old checkpoint.
+- Others that are about to begin are new, also one that has been loaded from a checkpoint. Nobody waits for the rest:
+  those that were left out while they were frozen.
 
 One that ends leaves, unless all end, who then have a last section together.
 
@@ -54,7 +55,7 @@ def agree(quorum: Quorum) -> Agreement:
     continuing = [member for member in continuing if not member.standing.ends] or continuing
     return Agreement(
         continuing=continuing,
-        new=[member for member in quorum.members if member not in continuing],
+        new=[member for member in quorum.members if member.standing.joins and member not in continuing],
         completed=most,
         connected=all(member.standing.connected for member in continuing),
         generation=quorum.generation,

@@ -95,6 +95,7 @@ class Sections:
 
     def end(self, section: Callable[[], object]) -> None:
         """Runs a last section if all others end, too; otherwise they go on without this replica."""
+        self.send_rest()
         with suppress(LeftOutError):
             self.run(section, ends=True)
 
