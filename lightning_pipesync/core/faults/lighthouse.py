@@ -7,13 +7,13 @@ or when they have been waited for long enough, all with the same answer.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 import threading
 import time
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,9 @@ INTERVAL_S = 0.5
 
 #: Seconds that a connection, or a sign of life, takes at most.
 CONNECT_S = 5.0
+
+#: Seconds in which all that live tell a lighthouse so that was started again; it would answer without them before.
+ALL_BEAT_S = 3.0
 
 #: The name of this job among the replicas; ``pipesync launch`` sets both, as do the files for other launchers.
 NAME, ADDRESS, NUMBER = "PIPESYNC_REPLICA", "PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM_REPLICAS"
@@ -100,6 +103,7 @@ class Lighthouse:
         self._described = {"host": socket.gethostname(), "pid": os.getpid(), "stores": stores}
         self._client: Any = self._until_answered(self._make)
         self._ended = threading.Event()
+        self._answers_since = -math.inf  # the lighthouse, without interruption; inf: it does not answer now
         self.go_on()
         self._thread = threading.Thread(target=self._beat, name="pipesync-lighthouse", daemon=True)
         self._thread.start()
@@ -113,12 +117,14 @@ class Lighthouse:
         """
         told = {**self._described, "standing": asdict(standing)}
         while True:
+            self._wait_until_all_beat()
             try:
                 answer = self._answer(told)
             except TimeoutError:  # the others have not asked yet
                 continue
             except RuntimeError:  # the lighthouse has ended, and may be started anew
                 self._client = self._until_answered(self._make)
+                self._answers_since = time.monotonic()
                 continue
             members = [Member(each.replica_id, **_read(each.data)) for each in answer.participants]
             created = f"{answer.created.seconds:012d}.{answer.created.nanos:09d}"
@@ -150,6 +156,15 @@ class Lighthouse:
             self.go_on()
         return answer.result()
 
+    def _wait_until_all_beat(self) -> None:
+        """Waits a moment after the lighthouse was started again: it does not know yet of others that live."""
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < min(self._answers_since + ALL_BEAT_S, deadline):
+            self.go_on()
+            if self._answers_since == math.inf:
+                self._until_answered(self._make)
+            time.sleep(INTERVAL_S / 5)
+
     def _until_answered(self, function: Any) -> Any:
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -169,9 +184,12 @@ class Lighthouse:
         while not self._ended.wait(INTERVAL_S if client else 0):
             if time.monotonic() - self._last > self._timeout_s:
                 continue
-            with suppress(RuntimeError, TimeoutError):
+            try:
                 client = client or self._make()
                 client.heartbeat(self.id, timedelta(seconds=CONNECT_S))
+                self._answers_since = min(self._answers_since, time.monotonic())
+            except (RuntimeError, TimeoutError):
+                self._answers_since = math.inf
 
 
 def own_address(lighthouse: str) -> str:

@@ -1,0 +1,38 @@
+"""Who is there, as a lighthouse tells replicas, also one that was started again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from lightning_pipesync.core.faults.lighthouse import Lighthouse, Quorum, Standing
+from tests.harness import free_port
+from tests.replica_jobs import TIMEOUT_S, lighthouse
+
+
+def test_one_that_was_started_again_does_not_divide_replicas() -> None:
+    """It knows of nobody at first, and would answer the first that asks that it is alone."""
+    port = free_port()
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        first = stack.enter_context(ExitStack())
+        address = first.enter_context(lighthouse(port))
+        replicas = [Lighthouse(address, [], TIMEOUT_S) for _ in range(2)]
+        for replica in replicas:
+            stack.callback(replica.close)
+
+        def ask(replica: Lighthouse, after_s: float) -> Quorum:
+            time.sleep(after_s)
+            return replica.ask(Standing())
+
+        ids = sorted(replica.id for replica in replicas)
+        for quorum in pool.map(ask, replicas, (0.0, 0.1)):
+            assert [member.id for member in quorum.members] in (ids, ids[:1], ids[1:])  # the first may have been alone
+        first.close()
+        again = threading.Timer(1.0, lambda: stack.enter_context(lighthouse(port)))
+        again.start()
+        quorums = list(pool.map(ask, replicas, (0.0, 1.5)))
+        again.join()
+    for quorum in quorums:
+        assert [member.id for member in quorum.members] == ids
