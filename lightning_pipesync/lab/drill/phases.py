@@ -45,6 +45,9 @@ class Gate:
         if any(strike.phase == "collective" for strike in self._pending.values()):
             self._watch_messages()
 
+    def __deepcopy__(self, memo: Any) -> Gate:
+        return self  # of a model that is copied
+
     def reach(self, phase: str) -> None:
         """Has the faults strike whose phase this is, and whose step has come."""
         with self._lock:

@@ -23,6 +23,8 @@ from lightning_pipesync.lab.netlab.network import Network
 
 #: Seconds that survivors have in addition to the timeout, from a fault to their end.
 MARGIN_S = 10.0
+#: Seconds after that in which they are late, and do not count as hanging.
+LATE_S = 5.0
 #: Seconds that a run may take without a fault that ends it, on a busy machine.
 RUN_S = 240.0
 #: Seconds that ranks which hang have to print their stacks, and those that are left over to end.
@@ -118,9 +120,9 @@ class Scene:
     def _deadline(self, begin: float) -> float:
         ends = [strike for strike in self.strikes if strike.kind.ends_victim or not strike.kind.spares]
         if self.released_at is not None:
-            return self.released_at + self._timeout_s + MARGIN_S
+            return self.released_at + self._timeout_s + MARGIN_S + LATE_S
         if self.fired_at is not None and ends and len(self.reached) == len(self.strikes):
-            return self.fired_at + self._timeout_s + MARGIN_S
+            return self.fired_at + self._timeout_s + MARGIN_S + LATE_S
         return begin + RUN_S + self._timeout_s
 
     def _look(self, live: Sequence[Member]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,10 @@ class Task:
         return {**self.settings, "timeout_s": self.timeout_s}
 
     def network(self, gate: Gate) -> nn.Sequential:
-        """Returns a network with a layer that is a gate for each rank, so that each stage of a pipeline has one."""
+        """Returns a network whose layers are gates, so that each stage of a pipeline has one."""
         torch.manual_seed(self.rank)  # the method makes rank 0's weights those of all
-        widths = [FEATURES, *[WIDTH] * self.ranks]
-        layers = [
-            layer
-            for width in range(self.ranks)
-            for layer in (nn.Linear(widths[width], widths[width + 1]), GateLayer(gate))
-        ]
-        return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+        widths = [FEATURES, *[WIDTH] * self.ranks, CLASSES]
+        return nn.Sequential(*(GateLayer(gate, *ends) for ends in pairwise(widths)))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Returns this rank's batch of a step; the stages of a pipeline have the same."""
@@ -66,22 +62,19 @@ class Task:
         return self.folder / f"at-{step}"
 
 
-class GateLayer(nn.Tanh):
-    """An activation in whose forward and backward passes faults strike."""
+class GateLayer(nn.Linear):
+    """A layer with an activation, in whose forward and backward passes faults strike."""
 
-    def __init__(self, gate: Gate) -> None:
-        super().__init__()
+    def __init__(self, gate: Gate, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
         self.gate = gate
 
     def forward(self, x: Tensor) -> Tensor:
         self.gate.reach("forward")
-        y = super().forward(x)
+        y = super().forward(x).tanh()
         if y.requires_grad:
             y.register_hook(lambda _: self.gate.reach("backward"))
         return y
-
-    def __deepcopy__(self, memo: Any) -> GateLayer:
-        return GateLayer(self.gate)
 
 
 def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
