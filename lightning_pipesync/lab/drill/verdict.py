@@ -47,11 +47,17 @@ class Fate:
 
     @property
     def last_line(self) -> str:
-        """The last line of its error; of what it has printed, if it has died."""
-        text = self.error[1] if self.error is not None else "" if self.completed else self.output
-        lines = [line for line in text.splitlines() if line.strip()]
-        of_type = "" if self.error is None else f"{self.error[0]}: "
-        return (of_type + lines[-1].strip())[:500] if lines else of_type or f"exit status {self.code}"
+        """The last line of its error; of what it has printed, if that names a rank, or if it has died."""
+        lines = [line.strip() for line in self.says.splitlines() if line.strip()]
+        naming = [line for line in lines if _NAMED.search(line) or _STORE in line]
+        if self.completed or not lines:
+            return f"exit status {self.code}"
+        return (naming or lines)[-1][:500]
+
+    @property
+    def says(self) -> str:
+        """What it has printed, and its error: the line that names a rank may be added when that ends the script."""
+        return self.output if self.error is None else f"{self.output}\n{': '.join(self.error)}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ def names_culprit(case: Case, fate: Fate) -> bool:
     """Returns whether a rank that has raised names a rank that was struck, where something watches over it."""
     if any(strike.phase in UNWATCHED for strike in case.strikes):
         return True
-    kind, message = fate.error or ("", "")
+    kind, message = "" if fate.error is None else fate.error[0], fate.says
     if any(re.search(strike.kind.own_error, message) for strike in case.strikes):
         return True
     if any(strike.fault == "terminate" for strike in case.strikes) and kind == "SIGTERMException":
