@@ -99,6 +99,12 @@ DEAD = Fate(1, None, None, -9)
         (FREEZE, [blames(0, 1), blames(1, 0), blames(2, 1)], ENDED, "Rank 1"),
         (FREEZE, [blames(0, 1), Fate(1, None, None, -9, hung=True), blames(2, 1)], FAILED, "rank 1 hangs"),
         (case_of(Strike("kill", 0, "step", 4), ranks=2), [replace(DEAD, rank=0), blames(1, None)], ENDED, "store"),
+        (
+            case_of(Strike("launcher killed", 1, "step", 4), ranks=2),
+            [Fate(rank, None, ("RuntimeError", "Rank 0 is at fault: t" + STORE[1:]), 1) for rank in range(2)],
+            ENDED,
+            "store",
+        ),
         (case_of(Strike("kill", 1, "init"), ranks=2), [Fate(0, None, ("E", "timeout"), 1), DEAD], ENDED, "timeout"),
         (case_of(Strike("nan", 0, "forward", 4), ranks=2), [done(0, WRONG), done(1, WRONG)], SURVIVED, "NaN"),
         (

@@ -16,7 +16,7 @@ VERDICTS = (SURVIVED, ENDED, FAILED, NOT_FIRED, SKIPPED)
 
 _NAMED = re.compile(r"Rank (\d+)(?: \(host [^)]*\))? (?:is at fault|cannot train)")
 _MISSED = re.compile(r"not heard from yet: ranks ([\d, ]+)")
-_STORE = "The store of the job"
+_STORE = "he store of the job"
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,10 @@ def names_culprit(case: Case, fate: Fate) -> bool:
         return True  # a Trainer ends on all ranks, in order
     missed = [rank for ranks in _MISSED.findall(message) for rank in ranks.split(",")]
     named = {int(rank) for rank in [*_NAMED.findall(message), *missed]}
-    allowed = {rank for strike in case.strikes for rank in _culprits(strike, fate.rank, case.ranks)}
-    if named:
-        return named <= allowed
-    return _STORE in message and any(_takes_store(strike, fate.rank) for strike in case.strikes)
-
-
-def _culprits(strike: Strike, rank: int, ranks: int) -> Collection[int]:
-    return strike.kind.culprits(strike.rank, rank, ranks)
+    allowed = {rank for strike in case.strikes for rank in strike.kind.culprits(strike.rank, fate.rank, case.ranks)}
+    if _STORE in message and any(_takes_store(strike, fate.rank) for strike in case.strikes):
+        return named <= {0, *allowed}
+    return bool(named) and named <= allowed
 
 
 def _takes_store(strike: Strike, rank: int) -> bool:
