@@ -78,8 +78,10 @@ class Module(pl.LightningModule):
         self.gate.reach("attach")
         return optimizer_of(self.model.parameters())
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # training_step is not called on all stages
         self.gate.step = self.current_epoch * STEPS_OF_EPOCH + batch_idx + 1
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         return self.gate.poison(loss_of(self.model(x), y))
 
