@@ -47,7 +47,7 @@ while left != 0:
     sync.step()
     if left is not None:
         left -= 1
-    elif os.path.exists(begun) and sync.num_steps % PERIOD == 0 and sync.metrics()["replicas"] == 3:
+    elif sync.num_steps > KILLED and sync.num_steps % PERIOD == 0 and sync.metrics()["replicas"] == 3:
         left = MORE  # the round has taken it in
 sync.flush()
 report(model)
@@ -71,7 +71,7 @@ class End(pl.Callback):
         replicas = trainer.strategy.attached.metrics()["replicas"]
         if self.left is not None:
             self.left -= 1
-        elif os.path.exists(begun) and trainer.global_step % PERIOD == 0 and replicas == 3:
+        elif trainer.global_step > KILLED and trainer.global_step % PERIOD == 0 and replicas == 3:
             self.left = MORE
         trainer.should_stop = self.left == 0
 
