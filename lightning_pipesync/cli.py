@@ -87,7 +87,7 @@ def _run(words: list[str]) -> int | None:
     _check_subcommand(words)
     if words[:1] == ["launch"] and not starts_replicas(words[1:]):
         return _launch_with_accelerate(words[1:])
-    check_packages(words)
+    check_packages([*words[:1], *split_command(words[1:])[0]] if words[:1] == ["launch"] else words)
     components: Any = dict(SUBCOMMANDS)
     if words[:1] == ["bench"]:
         components["bench"] = _imported(components["bench"])

@@ -66,6 +66,7 @@ def test_help_has_no_types_of_python(
     [
         (["accelerate"], ["launch", "train.py"], "pipesync launch needs Accelerate", "accelerate"),
         (["torchft"], ["launch", "--replicas", "2", "train.py"], "pipesync launch needs torchft", "torchft"),
+        (["torchft"], ["launch", "--replicas=2", "a.py", "--help"], "pipesync launch needs torchft", "torchft"),
         (["torchft"], ["lighthouse"], "pipesync lighthouse needs torchft", "torchft"),
         (["rich"], ["plan"], "pipesync plan needs rich", "plan"),
         (["rich", "matplotlib"], ["bench", "step"], "pipesync bench step needs matplotlib, rich", "bench"),
