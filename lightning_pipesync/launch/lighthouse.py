@@ -17,7 +17,7 @@ class Lighthouse:
     """Runs the lighthouse of replicas on several machines, at which they meet, until it is interrupted.
 
     They are told its address by pipesync launch --lighthouse HOST:PORT, by the setting lighthouse, or by
-    PIPESYNC_LIGHTHOUSE. It keeps nothing: started again at the same address, it goes on.
+    PIPESYNC_LIGHTHOUSE. It keeps nothing: see --min_replicas before it is started again.
 
     Attributes:
         port: At which it listens; 0 is a free one.
