@@ -95,6 +95,7 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         super()._attach(parameters)
+        self._place = self.transport.rank, self.transport.world_size  # of which the units are
         self._handed: dict[str, Stateful] = {}  # what is handed over besides this method's state
         self._received: dict[str, dict[str, Any]] = {}  # of that what nobody has asked for yet
         self._waiting: list[int] = []  # ranks of new replicas that wait for it
@@ -233,7 +234,7 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     def snapshot(self) -> Snapshot:
         units = [unit.snapshot() for unit in self._units]
-        return Snapshot(self.transport.rank, self.transport.world_size, replace(self._changes), units)
+        return Snapshot(*self._place, replace(self._changes), units)
 
     def regroup(self, line: Line, snapshot: Snapshot, first: int, new: Sequence[int]) -> None:
         """Continues from ``snapshot`` with the replicas of ``line``; a collective call of them.
@@ -251,10 +252,11 @@ class ElasticReplicaMethod(ReplicaMethod):
             for rank in new:
                 self.transport.send_state(handover, rank)
             self._waiting = list(new)
+        present = snapshot.with_outer_states(partial(_resharded, snapshot.rank, snapshot.world_size, self.transport))
+        # All have arrived: if one is lost before, the units stay as they are.
         for unit in self._units:
             unit.close()
-        self._units = self._new_units()
-        present = snapshot.with_outer_states(partial(_resharded, snapshot.rank, snapshot.world_size, self.transport))
+        self._units, self._place = self._new_units(), (line.rank, line.size)
         for unit, saved in zip(self._units, present.units, strict=True):
             unit.restore(saved)
         self._changes = replace(snapshot.changes)

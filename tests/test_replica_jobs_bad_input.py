@@ -1,0 +1,77 @@
+"""Replicas that are jobs of their own refuse what they cannot do, by name, and wait for nobody for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_pipesync import LocalSGD, LocalSGDConfig
+from lightning_pipesync.core import extras
+from lightning_pipesync.core.faults.lighthouse import Lighthouse
+from tests.harness import assert_raised, free_port, launch, raised
+from tests.models import OPTIMIZERS, loss, seeded_mlp
+from tests.replica_jobs import become_replica, lighthouse
+
+
+@pytest.mark.parametrize("address", ["host0", "host0:", ":29510", "host0:port"])
+def test_a_lighthouse_has_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ValueError, match=r"lighthouse.*host:port") as refused:
+        LocalSGDConfig(lighthouse=address)
+    assert repr(address) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"injection": (0.5, 0.5)}, {"partition": "seldp"}, {"warmup_steps": 3}, {"period": "selsync"}]
+)
+def test_settings_that_need_all_replicas_all_the_time_are_refused(settings: dict[str, Any]) -> None:
+    [(name, value)] = settings.items()
+    with pytest.raises(ValueError, match="lighthouse='host0:29510' is for replicas that") as refused:
+        LocalSGDConfig(lighthouse="host0:29510", **settings)
+    assert f"{name}={value!r}" in str(refused.value)
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda module: module != "torchft")
+    with pytest.raises(ModuleNotFoundError, match=r"lighthouse='host0:29510' needs torchft.*\[torchft\]"):
+        Lighthouse("host0:29510", [], timeout_s=1)
+
+
+def begin_badly(address: str, nobody: str) -> dict[str, Any]:
+    """Returns what is raised without join(), by too few replicas, and without a lighthouse."""
+    outcomes: dict[str, Any] = {}
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    become_replica(address, 0, number=2)
+    sync = LocalSGD(model, optimizer, timeout_s=1)
+
+    def step() -> None:
+        loss(model, 0, 0).backward()
+        sync.step()
+
+    outcomes["not joined"] = raised(step)
+    outcomes["too few"] = raised(sync.join)
+    sync.detach()
+    become_replica(nobody, 0, number=2)
+    outcomes["no lighthouse"] = raised(lambda: LocalSGD(model, optimizer, timeout_s=1))
+    return outcomes
+
+
+def test_a_replica_that_cannot_begin_says_why() -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    with lighthouse() as address:
+        [outcomes] = launch(begin_badly, 1, address, nobody, init=False)
+    assert_raised(outcomes["not joined"], "RuntimeError", "call join() before the first forward pass")
+    assert_raised(outcomes["too few"], "RuntimeError", "num_replicas=2", "timeout_s=1 there are 1: replica 0 (host ")
+    assert_raised(outcomes["no lighthouse"], "RuntimeError", nobody, "timeout_s=1", "pipesync lighthouse")
+
+
+def train_in_a_job_of_two(address: str) -> Any:
+    become_replica(address, 0, number=2)
+    model = seeded_mlp()
+    return raised(lambda: LocalSGD(model, OPTIMIZERS["sgd"](model)))
+
+
+def test_a_job_has_one_replica() -> None:
+    for outcome in launch(train_in_a_job_of_two, 2, "127.0.0.1:1"):
+        assert_raised(outcome, "ValueError", "lighthouse='127.0.0.1:1'", "this job has 2")
