@@ -7,11 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults import failure, heartbeat
 
 #: What is to happen happens long before: on a busy machine a process may not run for some seconds.
@@ -62,8 +60,3 @@ def write(path: Path, pid: int) -> None:
 def stopped(path: Path) -> bool:
     """Returns whether the process whose id is in a file has died or is frozen."""
     return path.exists() and not runs(int(path.read_text()))
-
-
-def expect_loss(transport: Transport) -> None:
-    """Has this rank wait a moment only for messages of a transport, as a frozen rank sends none."""
-    transport._gloo._messages._timeout = timedelta(seconds=0.5)
