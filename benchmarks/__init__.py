@@ -6,5 +6,6 @@ Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, 
   parameter servers, and hosts of different speed
 - ``stages``, ``pipeline``: throughput and accuracy of pipelines
 - ``plan_accuracy``: how far the predictions of ``pipesync plan`` are off
+- ``replicas``, ``goodput``: replicas that come and go, beside torchft's DiLoCo
 - ``codecs``, ``overhead``, ``selsync_overhead``: what parts of a step cost
 """
