@@ -136,6 +136,9 @@ class Method:
     def undo_averages(self) -> None:
         pass
 
+    def launch(self) -> None:
+        pass
+
     def settle(self) -> None:
         pass
 

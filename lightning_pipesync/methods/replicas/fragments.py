@@ -36,6 +36,7 @@ class PendingAverage:
     """An average of a fragment that has started and is not applied yet."""
 
     due: int  # the step at whose end it is applied
+    ranks: Sequence[int] | None = None  # of which it is; None: all
     flags: Handle[list[int]] | None = None  # of all ranks; None once they are checked
     handles: Sequence[Handle[Tensor]] = ()
     results: Sequence[Tensor] = ()  # once they have been moved out of the buffers
@@ -78,19 +79,21 @@ class Fragments:
         Raises:
             RuntimeError: other ranks start it after another number of steps; or a peer is lost.
         """
-        overlap, buckets = self._config.overlap_steps, self._fragments[fragment]
-        pending = PendingAverage(step + overlap)
-        if self._config.compares_steps:
-            pending.flags = self._transport.exchange_flags(step % STEPS_AT_START)
-        if not overlap:  # with overlap nobody waits yet
-            self._check(pending)
-        if overlap and self._config.mixing_factor == "progress":
-            pending.starts = [self.replicas.packed(index).clone() for index in buckets]
-        with profiled("start average of fragment", fragment):
-            pending.handles = [self.replicas.start(index, ranks, background=overlap > 0) for index in buckets]
-        self._pending[fragment] = pending
+        overlap = self._config.overlap_steps
+        self._pending[fragment] = pending = PendingAverage(step + overlap, ranks)
+        if not (overlap and self._config.undoes_averages):
+            self._launch(fragment, pending)
         if not overlap:
             self._apply(fragment)
+
+    def launch(self) -> None:
+        """Sends what :meth:`start` does not send itself: averages with overlap, if they can be undone.
+
+        What is exchanged at the end of a section would wait behind them.
+        """
+        for fragment, pending in self._pending.items():
+            if not pending.handles and not pending.results:
+                self._launch(fragment, pending)
 
     def apply_due(self, step: int) -> None:
         for fragment in [fragment for fragment, pending in self._pending.items() if pending.due == step]:
@@ -147,6 +150,17 @@ class Fragments:
         self.replicas.load_state_dict(state["replicas"])
         pending = state["flights"] if self._config.overlap_steps else {}
         self._pending = {fragment: PendingAverage(**saved) for fragment, saved in pending.items()}
+
+    def _launch(self, fragment: int, pending: PendingAverage) -> None:
+        overlap, buckets = self._config.overlap_steps, self._fragments[fragment]
+        if self._config.compares_steps:
+            pending.flags = self._transport.exchange_flags((pending.due - overlap) % STEPS_AT_START)
+        if not overlap:  # with overlap nobody waits yet
+            self._check(pending)
+        if overlap and self._config.mixing_factor == "progress":
+            pending.starts = [self.replicas.packed(index).clone() for index in buckets]
+        with profiled("start average of fragment", fragment):
+            pending.handles = [self.replicas.start(index, pending.ranks, background=overlap > 0) for index in buckets]
 
     def _settle(self, fragment: int, pending: PendingAverage) -> None:
         if not pending.results:

@@ -227,6 +227,11 @@ class ElasticReplicaMethod(ReplicaMethod):
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         self.end()
 
+    def launch(self) -> None:
+        """Sends what averages that have started in a section send under the next steps."""
+        for unit in self._units:
+            unit.launch()
+
     def settle(self) -> None:
         """Waits for the averages under way."""
         for unit in self._units:

@@ -132,7 +132,10 @@ class Sections:
                 self.completed = number
             if self.completed == number and self._attempt(agreement, self._commit):
                 is_final = True
-                if not agreement.new or self._attempt(agreement, partial(self._take_in, agreement)):
+                if not agreement.new:
+                    self._attempt(agreement, self._method.launch)  # the next section finds out that one is lost
+                    return
+                if self._attempt(agreement, partial(self._take_in, agreement)):
                     return
 
     def send_rest(self) -> None:
@@ -223,6 +226,7 @@ class Sections:
         self._method.data.redivide()
         section()
         if agreement.new:
+            self._method.launch()
             self._method.settle()
 
     def _take_in(self, agreement: Agreement) -> None:

@@ -106,6 +106,10 @@ class ReplicaUnit:
             self.policy.check_consolidation()
         self._fragments.check_consolidation(self.num_steps)
 
+    def launch(self) -> None:
+        """Sends what averages that can be undone start with."""
+        self._fragments.launch()
+
     def settle(self) -> None:
         """Waits for the averages under way."""
         self._fragments.settle()
