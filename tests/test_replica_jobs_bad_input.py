@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.optim import SGD
 
 from lightning_pipesync import LocalSGD, LocalSGDConfig
 from lightning_pipesync.core import extras
 from lightning_pipesync.core.faults.lighthouse import Lighthouse
 from tests.harness import assert_raised, free_port, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp
-from tests.replica_jobs import become_replica, lighthouse
+from tests.replica_jobs import become_replica, launch_replicas, lighthouse
 
 
 @pytest.mark.parametrize("address", ["host0", "host0:", ":29510", "host0:port"])
@@ -75,3 +76,17 @@ def train_in_a_job_of_two(address: str) -> Any:
 def test_a_job_has_one_replica() -> None:
     for outcome in launch(train_in_a_job_of_two, 2, "127.0.0.1:1"):
         assert_raised(outcome, "ValueError", "lighthouse='127.0.0.1:1'", "this job has 2")
+
+
+def begin_with_another_rate(replica: int) -> Any:
+    model = seeded_mlp()
+    sync = LocalSGD(model, SGD(model.parameters(), lr=0.1 + replica), timeout_s=10)
+    outcome = raised(sync.join)
+    sync.detach()
+    return outcome
+
+
+def test_replicas_that_begin_have_the_same_hyperparameters() -> None:
+    alone, refused = launch_replicas(begin_with_another_rate, 2)
+    assert_raised(refused, "ValueError", "The ranks differ in lr of group 0 of SGD: rank 0 has 0.1, rank 1 has 1.1")
+    assert_raised(alone, "RuntimeError", "Training begins with num_replicas=2", "there are 1")

@@ -103,6 +103,13 @@ def _layout(tensor: Tensor) -> str:
 
 def check_optimizers(transport: Transport | Objects, optimizers: Sequence[Optimizer]) -> None:
     """Compares the classes and hyper-parameters of the optimizers over the ranks, as :func:`check_same`."""
+    classes, hyperparameters = describe_optimizers(optimizers)
+    check_same(transport, classes)
+    check_same(transport, hyperparameters)
+
+
+def describe_optimizers(optimizers: Sequence[Optimizer]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Returns the classes of the optimizers, and their hyper-parameters, as pairs of a name and a description."""
     classes, hyperparameters = [], []
     for index, optimizer in enumerate(optimizers):
         cls, of_several = type(optimizer), f" {index}" if len(optimizers) > 1 else ""
@@ -111,8 +118,7 @@ def check_optimizers(transport: Transport | Objects, optimizers: Sequence[Optimi
             for field in sorted(group.keys() - {"params", "param_names"}):  # whose names are the parameters'
                 what = f"{field} of group {number} of {_name(optimizers, index)}"
                 hyperparameters.append((what, _described(group[field])))
-    check_same(transport, classes)
-    check_same(transport, hyperparameters)
+    return classes, hyperparameters
 
 
 def check_same_values(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.comm.line import Line
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import describe, raise_if_different
+from lightning_pipesync.core.consistency import describe, describe_optimizers, raise_if_different
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
@@ -299,7 +299,7 @@ class ElasticReplicaMethod(ReplicaMethod):
     def _handover(self, snapshot: Snapshot) -> dict[str, Any]:
         """Returns what a replica that is new gets from this one."""
         return {
-            "described": describe(self.config, self._parameters, self._module),
+            "described": self._described(begins=not self.num_steps),
             "tensors": [tensor.detach() for tensor in self._all_tensors()],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "data": self.data.position(),
@@ -313,8 +313,8 @@ class ElasticReplicaMethod(ReplicaMethod):
         Raises:
             ValueError: this replica has other settings, or another model.
         """
-        described = describe(self.config, self._parameters, self._module)
-        raise_if_different(handover["described"], described, self.transport.rank)
+        begins = not handover["snapshot"]["units"][0]["steps"][0]
+        raise_if_different(handover["described"], self._described(begins), self.transport.rank)
         foreach_copy_(self._all_tensors(), handover["tensors"])
         for optimizer, state in zip(self.optimizers, handover["optimizers"], strict=True):
             load_optimizer_state(optimizer, state)
@@ -322,6 +322,15 @@ class ElasticReplicaMethod(ReplicaMethod):
         self.data.go_to(handover["data"])
         saved = handover["snapshot"]
         return Snapshot(**{**saved, "changes": Changes(**saved["changes"])}).with_outer_states(_zeroed)
+
+    def _described(self, begins: bool) -> list[tuple[str, str]]:
+        """Describes what all replicas have in common: hyper-parameters only when the training begins."""
+        classes, hyperparameters = describe_optimizers(self.optimizers)
+        return [
+            *describe(self.config, self._parameters, self._module),
+            *classes,
+            *(hyperparameters if begins else []),
+        ]
 
     def _all_tensors(self) -> list[Tensor]:
         return [*(parameter.tensor for parameter in self._parameters), *self._read_buffers()]

@@ -272,7 +272,7 @@ class Sections:
         self._method.transport.end_waits_for_shards()
 
     def _warn(self, before: list[Member], members: list[Member]) -> None:
-        if members[0].id != self._id or self._job.rank != 0 or not before:
+        if members[0].id != self._id or self._job.rank != 0 or not self.has_joined:
             return
         lost = [member for member in before if member.id not in _ids(members)]
         new = [member for member in members if member.id not in _ids(before)]
