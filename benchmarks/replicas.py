@@ -79,6 +79,7 @@ class Replicas(Command):
             "torchft DiLoCo, streaming": partial(_torchft, period=self.period, **streaming),
             "local_sgd, streaming": partial(_ours, period=self.period, **streaming),
             "local_sgd, int4": partial(_ours, period=self.period, compression="int4"),
+            "local_sgd, streaming, int4": partial(_ours, period=self.period, compression="int4", **streaming),
         }
 
     def results(self) -> list[dict[str, Any]]:
