@@ -232,6 +232,10 @@ class Transport(Collectives):
         """
         self._groups.others += [group for group in (dist.group.WORLD, *groups) if group is not None]
 
+    def keep_other_groups(self) -> None:
+        """Undoes :meth:`end_other_waits`: after an error of the method the caller goes on to use those groups."""
+        self._groups.others.clear()
+
     def new_group(self) -> dist.ProcessGroup:
         """Returns a process group for a library that communicates by itself; a collective call.
 

@@ -161,6 +161,8 @@ def _try(one: Prediction, settings: PlanSettings, replicas: Replicas) -> tuple[C
     try:
         mesh = replicas.mesh if is_baseline(one) else replicas.within
         candidate = candidate_of(one, settings.build(mesh), replicas)
+        if candidate.transport is not None:  # the ranks agree in the default group on what has failed, and go on
+            candidate.transport.keep_other_groups()
         candidate.prepare()
         candidate.begin()
         candidate.drain()
