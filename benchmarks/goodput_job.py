@@ -143,7 +143,8 @@ class Ranks(Job):
         if not self._started:
             options = ["--standalone", "--nproc-per-node", str(self.replicas), "--max-restarts", "1000000"]
             module = ["-m", "benchmarks.goodput_replica", self._settings, str(self.folder)]
-            self._start(0, ["torch.distributed.run", *options, *module])
+            # Otherwise ranks that are started again find the addresses of dead ones, and cannot connect.
+            self._start(0, ["torch.distributed.run", *options, *module], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     def proven(self) -> set[int]:
         output = (self.folder / "output.txt").read_text(errors="replace")
