@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from lightning_pipesync.core.addresses import own_address, split_address
 from lightning_pipesync.core.comm.line import open_store
-from lightning_pipesync.core.faults.lighthouse import own_address
 
 #: The outer optimizer's learning rate and momentum (DiLoCo, Section 3), the defaults of local SGD.
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -55,7 +55,7 @@ def diloco(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    host, store = own_address(lighthouse), open_store()
+    host, store = own_address(*split_address(lighthouse)), open_store()
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout),
         load_state_dict=load,

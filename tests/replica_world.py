@@ -299,7 +299,7 @@ class World:
             patch.object(sections, "Line", Line),
             patch.object(sections, "Lighthouse", Lighthouse),
             patch.object(sections, "open_store", lambda: SimpleNamespace(port=0)),
-            patch.object(sections, "own_address", lambda _: ""),
+            patch.object(sections, "own_address", lambda *_: ""),
             patch.object(sections, "give_up", lambda _, key: self.given_up.add(key)),
             patch.object(sections, "time", SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.clock)),
             patch.object(sections.warnings, "warn", lambda *_, **__: None),

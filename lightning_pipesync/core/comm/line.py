@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_pipesync.core.addresses import split_address
 from lightning_pipesync.core.comm.messages import end_waits
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.torch_private import new_gloo_group
@@ -19,7 +20,6 @@ POLL_S, LOOK_S = 0.01, 0.5
 
 #: Seconds in which a living host accepts a connection.
 CONNECT_S = 5.0
-
 
 #: The key by which a rank tells those that wait for it in a line that it does not come.
 GIVEN_UP = "given up"
@@ -59,7 +59,7 @@ class Line:
         self.watch = PeerWatch(timeout, end_waits=self.end_waits)
         store = _join(stores[0], key, timeout)
         self._meet(store, stores, timeout)
-        self.group = new_gloo_group(store, rank, self.size, timeout, _split(stores[rank])[0])
+        self.group = new_gloo_group(store, rank, self.size, timeout, split_address(stores[rank])[0])
 
     def end_waits(self) -> None:
         end_waits(self.group)
@@ -88,17 +88,12 @@ class Line:
 
 def _join(store: str, key: str, timeout: timedelta) -> dist.Store:
     _look_for(store)
-    return dist.PrefixStore(key, dist.TCPStore(*_split(store), timeout=timeout))
+    return dist.PrefixStore(key, dist.TCPStore(*split_address(store), timeout=timeout))
 
 
 def _look_for(store: str) -> None:
     """Raises a DistStoreError if the process that has opened a store is dead, or its host cannot be reached."""
     try:
-        socket.create_connection(_split(store), CONNECT_S).close()
+        socket.create_connection(split_address(store), CONNECT_S).close()
     except OSError as error:
         raise dist.DistStoreError(f"the store at {store} cannot be reached: {error}") from error
-
-
-def _split(store: str) -> tuple[str, int]:
-    host, _, port = store.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -31,7 +31,8 @@ CONNECT_S = 5.0
 #: Seconds in which all that live tell a lighthouse so that was started again; it would answer without them before.
 ALL_BEAT_S = 3.0
 
-#: The name of this job among the replicas; ``pipesync launch`` sets both, as do the files for other launchers.
+#: The variables with this job's name among the replicas, where the lighthouse is, and with how many replicas the
+#: training begins; ``pipesync launch`` sets them, as do the files for other launchers.
 NAME, ADDRESS, NUMBER = "PIPESYNC_REPLICA", "PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM_REPLICAS"
 
 
@@ -190,16 +191,6 @@ class Lighthouse:
                 self._answers_since = min(self._answers_since, time.monotonic())
             except (RuntimeError, TimeoutError):
                 self._answers_since = math.inf
-
-
-def own_address(lighthouse: str) -> str:
-    """Returns the address of this host on the way to the lighthouse, in brackets if it has colons."""
-    host, _, port = lighthouse.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-    return f"[{own}]" if ":" in own else own
 
 
 def _read(data: dict[Any, Any]) -> dict[str, Any]:

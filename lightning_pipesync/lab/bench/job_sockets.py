@@ -11,6 +11,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from lightning_pipesync.core.addresses import own_address
+
 #: Seconds that a rank waits for another before it counts as lost.
 TIMEOUT_S = 120.0
 
@@ -63,10 +65,7 @@ class JobSockets:
 
 def address_of_this_host() -> str:
     """Returns the address at which other hosts reach this one: that of the interface towards ``MASTER_ADDR``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
-        address: str = probe.getsockname()[0]
-        return address
+    return own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, socket.AF_INET)
 
 
 def _received(connection: socket.socket, deadline: float) -> bytes:

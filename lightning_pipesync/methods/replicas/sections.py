@@ -27,10 +27,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lightning_pipesync.core.addresses import join_address, own_address, split_address
 from lightning_pipesync.core.comm.line import Line, give_up, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
 from lightning_pipesync.core.faults.errors import is_lost_peer
-from lightning_pipesync.core.faults.lighthouse import Lighthouse, Member, Standing, own_address
+from lightning_pipesync.core.faults.lighthouse import Lighthouse, Member, Standing
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod, Snapshot
@@ -65,7 +66,7 @@ class Sections:
         self._method, self._num_replicas, self._timeout = method, num_replicas, timedelta(seconds=timeout_s)
         self._job = method.transport.new_objects()
         self._store = open_store()
-        stores = self._job.gather_objects(f"{own_address(lighthouse)}:{self._store.port}")
+        stores = self._job.gather_objects(join_address(own_address(*split_address(lighthouse)), self._store.port))
         self._lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self._job.rank == 0 else None
         self._id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
         self.completed, self.generation, self.has_joined = 0, "", False
