@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.private_names import ChecksOverrides
 
@@ -42,26 +42,20 @@ class WatchedAccelerator(ChecksOverrides, Accelerator):
 
     @override
     def wait_for_everyone(self) -> None:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             super().wait_for_everyone()
 
     @override
     def gather(self, *args: Any, **kwargs: Any) -> Any:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             return super().gather(*args, **kwargs)
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             return super().reduce(*args, **kwargs)
 
     @override
     def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             return super().pad_across_processes(*args, **kwargs)
-
-    def _waiting_for_all(self) -> AbstractContextManager[None]:
-        """Context manager that tells the other ranks that this one waits for them in the default process group."""
-        if self._job_watch is None:
-            return nullcontext()
-        return self._job_watch.waiting("all ranks, in the default process group")

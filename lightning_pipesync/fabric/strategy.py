@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import is_sharded
-from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
@@ -163,29 +163,23 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             return super().broadcast(*args, **kwargs)
 
     @override
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             return super().all_reduce(*args, **kwargs)
 
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with self._waiting_for_all():
+        with waiting_for_all(self._job_watch):
             return super().all_gather(*args, **kwargs)
-
-    def _waiting_for_all(self) -> AbstractContextManager[None]:
-        """Context manager that tells the other ranks that this one waits for them in the default process group."""
-        if self._job_watch is None:
-            return nullcontext()
-        return self._job_watch.waiting("all ranks, in the default process group")
 
     # --- a training step --------------------------------------------------------------------------------------------
 

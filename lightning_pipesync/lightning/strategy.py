@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.private_names import ChecksOverrides
@@ -133,7 +133,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks, unless after an error: saving a checkpoint would then wait for a rank that is gone."""
         if not self._interrupted:
-            with self._waiting_for_all():
+            with waiting_for_all(self._watch):
                 super().barrier(*args, **kwargs)
 
     @override
@@ -141,7 +141,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         """Returns rank 0's object; after an error this rank's own."""
         if self._interrupted:
             return obj
-        with self._waiting_for_all():
+        with waiting_for_all(self._watch):
             return super().broadcast(obj, *args, **kwargs)
 
     @override
@@ -149,19 +149,13 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         """Returns the tensor reduced over all ranks; after an error this rank's own."""
         if self._interrupted:
             return tensor
-        with self._waiting_for_all():
+        with waiting_for_all(self._watch):
             return super().reduce(tensor, *args, **kwargs)
 
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with self._waiting_for_all():
+        with waiting_for_all(self._watch):
             return super().all_gather(*args, **kwargs)
-
-    def _waiting_for_all(self) -> AbstractContextManager[None]:
-        """Context manager that tells the other ranks that this one waits for them in the default process group."""
-        if self._watch is None:
-            return nullcontext()
-        return self._watch.waiting("all ranks, in the default process group")
 
     # --- training ---------------------------------------------------------------------------------------------------
 

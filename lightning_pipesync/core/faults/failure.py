@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TypeAlias, TypeVar
 
@@ -325,6 +325,11 @@ class PeerWatch:
     def now(self) -> float:
         """Returns the seconds since the start of the job's clock."""
         return time.monotonic() - self._begin
+
+
+def waiting_for_all(watch: PeerWatch | None) -> AbstractContextManager[None]:
+    """Returns a context in which this rank waits for all others in the default process group; None: nobody is told."""
+    return nullcontext() if watch is None else watch.waiting("all ranks, in the default process group")
 
 
 class Waiting:
