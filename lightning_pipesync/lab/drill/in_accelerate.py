@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.lab.drill.phases import Gate
-from lightning_pipesync.lab.drill.training import Loop, Task, optimizer_of
+from lightning_pipesync.lab.drill.training import Loop, Task, TrainsPipeline, optimizer_of
 
 
 class AccelerateLoop(Loop):
@@ -51,20 +51,11 @@ class AccelerateLoop(Loop):
         self.accelerator.free_memory()
 
 
-class AcceleratePipeline(AccelerateLoop):
+class AcceleratePipeline(TrainsPipeline, AccelerateLoop):
     """A pipeline that Accelerate prepares."""
 
     def prepare(self) -> None:
         self.engine = self.accelerator.prepare_pipeline(self.model, None, optimizer_of)
-
-    def train_on(self, x: Tensor, y: Tensor) -> None:
-        self.engine.feed(lambda: x, lambda output, part: self.loss(output, part(y)))
-        if self.engine.backward():
-            self.gate.reach("step")
-            self.engine.step()
-
-    def consolidate(self) -> None:
-        self.engine.flush()
 
     def save(self, path: Path) -> None:
         self.engine.flush()

@@ -203,12 +203,10 @@ class PlainLoop(Loop):
         self.sync.detach()
 
 
-class PlainPipeline(PlainLoop):
-    """A pipeline's engine in a loop without a framework."""
+class TrainsPipeline(Loop):
+    """What a pipeline's loops have in common; each makes the engine."""
 
-    def attach(self) -> None:
-        method: Any = METHODS[self.task.method]
-        self.engine = method(self.model, None, optimizer_of, **self.task.all_settings)
+    engine: Any
 
     def train_on(self, x: Tensor, y: Tensor) -> None:
         self.engine.feed(lambda: x, lambda output, part: self.loss(output, part(y)))
@@ -218,6 +216,14 @@ class PlainPipeline(PlainLoop):
 
     def consolidate(self) -> None:
         self.engine.flush()
+
+
+class PlainPipeline(TrainsPipeline, PlainLoop):
+    """A pipeline's engine in a loop without a framework."""
+
+    def attach(self) -> None:
+        method: Any = METHODS[self.task.method]
+        self.engine = method(self.model, None, optimizer_of, **self.task.all_settings)
 
     def save(self, path: Path) -> None:
         self.engine.flush()
