@@ -121,7 +121,7 @@ class SyncMethod(StepCalls):
                 check = partial(check_same_values, self.transport, named, self.optimizers, weights=False)
                 on_all_ranks(self.transport.job, check)
             warn_of_ignored(self.config, self.transport.rank)
-            if getattr(self.config, "lighthouse", None) is None:
+            if self.config.num_jobs is None:
                 warn_of_one_rank(type(self).__name__, self.transport.world_size)
             warn_of_sync_batch_norm(type(self).__name__, module, self.transport)
             exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
@@ -138,7 +138,7 @@ class SyncMethod(StepCalls):
     def _check_launch(self) -> None:
         """Raises a ValueError if a launcher has started replicas that come and go, and this needs all of them."""
         address = os.environ.get(ADDRESS)
-        if address and getattr(self.config, "lighthouse", None) is None:
+        if address and self.config.num_jobs is None:
             raise ValueError(
                 f"{ADDRESS}={address} is set, as by `pipesync launch`, for replicas that come and go, and "
                 f"{type(self).__name__} needs all ranks at each step: use local SGD, or start one job with torchrun."
