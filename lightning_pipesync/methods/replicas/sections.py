@@ -48,7 +48,10 @@ class Sections:
     """Runs the sections of a method, with the replicas of each quorum; see the notes of this module.
 
     Attributes:
+        id: of this replica among all others.
         completed: the number of sections so far.
+        took_part: the ids of the replicas whose data the last of them has; empty: this one was not among them.
+        members: the ids of the replicas that are there after it, those that are new, too.
         generation: of the last quorum.
         has_joined: whether this replica is one of those that train.
 
@@ -68,12 +71,17 @@ class Sections:
         self._store = open_store()
         stores = self._job.gather_objects(join_address(own_address(*split_address(lighthouse)), self._store.port))
         self._lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self._job.rank == 0 else None
-        self._id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
+        self.id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
         self.completed, self.generation, self.has_joined = 0, "", False
+        self.took_part: list[str] = []
         self._line: Line | None = None  # None: it is broken, or there is none yet
         self._made_in = ""  # the generation in which the line was made
         self._members: list[Member] = []  # of the line
         self._next: Agreement | None = None  # which is one of the next section, too
+
+    @property
+    def members(self) -> list[str]:
+        return _ids(self._members)
 
     def join(self) -> None:
         """Joins the others before the first step; waits until they can take this replica in.
@@ -130,7 +138,7 @@ class Sections:
                 self._next = agreement
                 return
             if self._attempt(agreement, partial(self._complete, agreement, section)):
-                self.completed = number
+                self.completed, self.took_part = number, self.members
             if self.completed == number and self._attempt(agreement, self._commit):
                 is_final = True
                 if not agreement.new:
@@ -174,7 +182,7 @@ class Sections:
         return agree(self._job.gather_objects(quorum)[0])
 
     def _is_in(self, agreement: Agreement) -> bool:
-        return self._id in _ids(agreement.continuing)
+        return self.id in _ids(agreement.continuing)
 
     def _wait_for_more(self, agreement: Agreement, begin: float) -> None:
         if time.monotonic() - begin > self._timeout.total_seconds():
@@ -219,7 +227,7 @@ class Sections:
     def _continue(self, agreement: Agreement, snapshot: Snapshot) -> None:
         """Makes a group of those that continue, unless they have it, and restores ``snapshot``."""
         is_new = self._made_in != agreement.generation
-        if is_new and not (agreement.connected and _ids(self._members) == _ids(agreement.continuing)):
+        if is_new and not (agreement.connected and self.members == _ids(agreement.continuing)):
             self._connect(agreement.continuing, self._key(agreement, "continuing"), snapshot)
             self._made_in = agreement.generation
 
@@ -247,7 +255,7 @@ class Sections:
         """Makes a group, and continues from ``snapshot``, those that are ``new`` from that of ``first``."""
         before, ids = self._members, _ids(members)
         self._break()
-        line = self._line = Line(self._stores(members), ids.index(self._id), key, self._timeout)
+        line = self._line = Line(self._stores(members), ids.index(self.id), key, self._timeout)
         first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
         self._method.regroup(line, snapshot, first_rank, new_ranks)
         self._members = members
@@ -273,7 +281,7 @@ class Sections:
         self._method.transport.end_waits_for_shards()
 
     def _warn(self, before: list[Member], members: list[Member]) -> None:
-        if members[0].id != self._id or self._job.rank != 0 or not self.has_joined:
+        if members[0].id != self.id or self._job.rank != 0 or not self.has_joined:
             return
         lost = [member for member in before if member.id not in _ids(members)]
         new = [member for member in members if member.id not in _ids(before)]
