@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.lab.drill.simulation import with_lost_shards
 from tests.reference_selsync import average, mean
-
-#: A flat buffer has each tensor at a multiple of so many values: 64 bytes of fp32.
-ALIGNED = 16
 
 
 def simulate(
@@ -120,23 +118,3 @@ def blend(replicas: Collection[nn.Module], values: Sequence[Tensor], mixing_fact
 
 def momentum_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
     return [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
-
-
-def with_lost_shards(
-    before: Optimizer, after: Optimizer, weights: Sequence[Tensor], shards: Sequence[tuple[int, int]]
-) -> Optimizer:
-    """Returns the optimizer `after` with the state of `before`, which is zero in shards: each an index, of how many."""
-    starts = [0]
-    for p in weights:
-        starts.append(starts[-1] + -(-p.numel() // ALIGNED) * ALIGNED)
-    for p, start in zip(weights, starts, strict=False):
-        for name, value in before.state[p].items():
-            if isinstance(value, Tensor) and value.dim():
-                flat = torch.zeros(starts[-1])
-                flat[start : start + p.numel()] = value.flatten()
-                for index, number in shards:
-                    size = -(-starts[-1] // number)
-                    flat[index * size : (index + 1) * size] = 0
-                value.copy_(flat[start : start + p.numel()].view_as(p))
-            after.state[p][name] = value
-    return after

@@ -12,7 +12,8 @@ import pytest
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.drill.case import FRAMEWORKS, Case, Strike, draw, frameworks_of, schedule
 from lightning_pipesync.lab.drill.command import Drill
-from lightning_pipesync.lab.drill.faults import FAULTS
+from lightning_pipesync.lab.drill.faults import FAULTS, JOBS, RANKS, SUBJECTS
+from lightning_pipesync.lab.drill.phases import PHASES, PHASES_OF_JOBS
 from lightning_pipesync.lab.drill.report import as_markdown
 from lightning_pipesync.lab.drill.report import draw as draw_picture
 from lightning_pipesync.lab.drill.supervisor import record_of
@@ -26,20 +27,31 @@ def whole_schedule(seed: int, number: int) -> list[Case]:
 
 
 def test_a_schedule_is_that_of_its_seed_and_has_everything() -> None:
-    cases = whole_schedule(3, 1500)
-    assert cases == whole_schedule(3, 1500)
+    cases = whole_schedule(3, 3000)
+    assert cases == whole_schedule(3, 3000)
     assert [draw(case.seed) for case in cases] == cases
-    assert {(case.method, case.framework) for case in cases} == {
-        (method, framework) for method in METHODS for framework in frameworks_of(method)
+    assert {(case.subject, case.method, case.framework) for case in cases} == {
+        (subject, method, framework)
+        for subject in SUBJECTS
+        for method in METHODS
+        for framework in frameworks_of(method, subject)
     }
-    strikes = [strike for case in cases for strike in case.strikes]
-    assert {(strike.fault, strike.phase) for strike in strikes} == {
-        (name, phase) for name, fault in FAULTS.items() for phase in fault.phases
+    assert {(case.subject, strike.fault, strike.phase) for case in cases for strike in case.strikes} == {
+        (subject, name, phase)
+        for name, fault in FAULTS.items()
+        for subject in fault.subjects
+        for phase in phases_of(fault, subject)
     }
     assert all(strike.rank < case.ranks for case in cases for strike in case.strikes)
     assert any(len(case.strikes) == 2 for case in cases)
     assert all(len({strike.rank for strike in case.strikes}) == len(case.strikes) for case in cases)
-    assert {case.ranks % 2 for case in cases if case.fault == "partition"} == {0}
+    assert {case.ranks % 2 for case in cases if case.fault == "partition" and case.subject == RANKS} == {0}
+    again = {strike.fault for case in cases for strike in case.strikes if strike.restarts}
+    assert again == {name for name, fault in FAULTS.items() if fault.ends_job}
+
+
+def phases_of(fault: Any, subject: str) -> tuple[str, ...]:
+    return PHASES_OF_JOBS if subject == JOBS and fault.phases == PHASES else fault.phases
 
 
 def test_a_schedule_has_only_what_is_asked_for() -> None:
@@ -49,6 +61,8 @@ def test_a_schedule_has_only_what_is_asked_for() -> None:
     assert {(case.method, case.framework) for case in cases} == {(one, "plain")}
     assert {strike.fault for case in cases for strike in case.strikes} == {"kill", "freeze"}
     assert Case.from_json(json.loads(json.dumps(cases[0].to_json()))) == cases[0]
+    of_jobs = schedule(0, 5, list(METHODS), ["plain"], ["kill"], subjects=[JOBS])
+    assert {(case.subject, case.framework, case.fault) for case in of_jobs} == {(JOBS, "plain", "kill")}
 
 
 # --- verdicts -------------------------------------------------------------------------------------------------------
@@ -168,6 +182,9 @@ def test_the_report(tmp_path: Path) -> None:
         (["--frameworks", "torch"], "frameworks must be some of plain, lightning, fabric, accelerate, got 'torch'"),
         (["--kinds", "kil"], "got 'kil'. Did you mean 'kill'?"),
         (["--methods", "ea_pipe", "--frameworks", "fabric"], "frameworks=fabric do not have methods=ea_pipe"),
+        (["--subjects", "job"], "subjects must be some of ranks, jobs, got 'job'. Did you mean 'jobs'?"),
+        (["--subjects", "jobs", "--methods", "dear"], "do not have methods=dear with subjects=jobs"),
+        (["--subjects", "ranks", "--kinds", "lighthouse killed"], "do not strike subjects=ranks"),
         (["--faults", "0"], "faults must be positive, got 0"),
     ],
 )

@@ -132,12 +132,14 @@ class LabEntry:
         compared_trainings: the settings that ``pipesync bench converge`` compares then, as they are typed.
         exchanges: whose costs a plan measures for :meth:`predict`.
         drilled: the settings that ``pipesync drill`` chooses from, for a network of a few layers.
+        drilled_jobs: those with which it drills replicas that are jobs of their own; empty: they cannot be.
     """
 
     compared_by_step: bool = False
     compared_trainings: Sequence[str] = ()
     exchanges: Sequence[Exchange] = ()
     drilled: Sequence[Drilled] = (Drilled(),)
+    drilled_jobs: Sequence[Drilled] = ()
 
     def __init__(self, method: type[Method]) -> None:
         self.method, self.name = method, method.name

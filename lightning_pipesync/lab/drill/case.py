@@ -9,19 +9,28 @@ from itertools import count, islice
 from typing import Any
 
 from lightning_pipesync.lab.bench.method_candidate import lab_of
-from lightning_pipesync.lab.drill.faults import FAULTS, Fault
-from lightning_pipesync.lab.drill.phases import STEPS, WITHIN_STEPS
+from lightning_pipesync.lab.drill.faults import FAULTS, JOBS, RANKS, SUBJECTS, Fault
+from lightning_pipesync.lab.drill.phases import PHASES, PHASES_OF_JOBS, STEPS, WITHIN_STEPS
+from lightning_pipesync.methods.laboratory import Drilled
 from lightning_pipesync.training.registry import METHODS
 
 #: By name, the extra that installs it.
 FRAMEWORKS = {"plain": None, "lightning": "lightning", "fabric": "lightning", "accelerate": "accelerate"}
 
+#: Those in which replicas that are jobs of their own are drilled.
+FRAMEWORKS_OF_JOBS = ("plain", "lightning", "fabric")
+
 #: How often a job has so many ranks, and how often a second fault strikes another rank, if there are three or more.
 WORLD_SIZES = {2: 5, 3: 3, 4: 2}
 SECOND_FAULT = 0.25
+#: How often so many jobs train together, and how often one that has ended by a fault starts again.
+NUM_JOBS = {2: 3, 3: 4, 4: 3}
+STARTS_AGAIN = 0.5
 
-#: The seeds of one schedule are from this many times its own seed on.
+#: The seeds of one schedule are from this many times its own seed on, in the upper half those of jobs.
 SEEDS_OF_SCHEDULE = 1_000_000
+#: Of so many cases of a schedule the last one is of jobs.
+EVERY = 5
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Strike:
     phase: str
     step: int = 0  # the earliest, from 0
     message: int = 0  # within a collective: so many messages of the rank are sent before
+    restarts: bool = False  # whether the job that it ends starts again
 
     @property
     def kind(self) -> Fault:
@@ -40,7 +50,8 @@ class Strike:
 
     def __str__(self) -> str:
         within = f" of step {self.step}" if self.phase in WITHIN_STEPS else ""
-        return f"{self.fault} on rank {self.rank}, {self.phase}{within}"
+        again = ", which starts again" if self.restarts else ""
+        return f"{self.fault} on rank {self.rank}{again}, {self.phase}{within}"
 
 
 @dataclass(frozen=True)
@@ -51,16 +62,22 @@ class Case:
     method: str
     variant: int  # of the settings that the method declares
     framework: str
-    ranks: int
+    ranks: int  # of jobs their number
     strikes: tuple[Strike, ...]
+    subject: str = RANKS  # one of SUBJECTS
+
+    @property
+    def drilled(self) -> Drilled:
+        entry = lab_of(self.method)
+        return (entry.drilled_jobs if self.subject == JOBS else entry.drilled)[self.variant]
 
     @property
     def settings(self) -> dict[str, Any]:
-        return dict(lab_of(self.method).drilled[self.variant].settings)
+        return dict(self.drilled.settings)
 
     @property
     def repeatable(self) -> bool:
-        return lab_of(self.method).drilled[self.variant].repeatable
+        return self.drilled.repeatable
 
     @property
     def fault(self) -> str:
@@ -74,41 +91,82 @@ class Case:
         return cls(**{**values, "strikes": tuple(Strike(**strike) for strike in values["strikes"])})
 
 
-def frameworks_of(method: str) -> list[str]:
+def frameworks_of(method: str, subject: str = RANKS) -> list[str]:
     """Returns the frameworks that have a method: Fabric has no pipelines."""
+    if subject == JOBS:
+        return list(FRAMEWORKS_OF_JOBS) if lab_of(method).drilled_jobs else []
     return [name for name in FRAMEWORKS if not (name == "fabric" and METHODS[method].makes_passes)]
 
 
 def draw(seed: int) -> Case:
     """Returns the case of a seed."""
+    return _draw_ranks(seed) if seed % SEEDS_OF_SCHEDULE < SEEDS_OF_SCHEDULE // 2 else _draw_jobs(seed)
+
+
+def _draw_ranks(seed: int) -> Case:
     choose = random.Random(seed)
     method = choose.choice(sorted(METHODS))
     framework = choose.choice(frameworks_of(method))
     variant = choose.randrange(len(lab_of(method).drilled))
-    first = FAULTS[choose.choice(list(FAULTS))]
+    first = FAULTS[choose.choice([name for name, fault in FAULTS.items() if RANKS in fault.subjects])]
     sizes = [size for size in WORLD_SIZES if first.divides_evenly is False or size % 2 == 0]
     ranks = choose.choices(sizes, [WORLD_SIZES[size] for size in sizes])[0]
     strikes = [_strike(choose, first, method, framework, range(ranks))]
     if ranks > 2 and first.combines and choose.random() < SECOND_FAULT:
-        second = FAULTS[choose.choice([name for name, fault in FAULTS.items() if fault.combines])]
+        second = FAULTS[choose.choice([*_second_faults(RANKS)])]
         others = [rank for rank in range(ranks) if rank != strikes[0].rank]
         if not second.by_writer:
             strikes.append(_strike(choose, second, method, framework, others))
     return Case(seed, method, variant, framework, ranks, tuple(strikes))
 
 
-def schedule(
-    seed: int, number: int, methods: Collection[str], frameworks: Collection[str], faults: Collection[str]
-) -> list[Case]:
-    """Returns the first cases of a schedule that are of these methods and frameworks, with these faults only."""
+def _draw_jobs(seed: int) -> Case:
+    choose = random.Random(seed)
+    method = choose.choice([name for name in sorted(METHODS) if frameworks_of(name, JOBS)])
+    framework = choose.choice(frameworks_of(method, JOBS))
+    variant = choose.randrange(len(lab_of(method).drilled_jobs))
+    first = FAULTS[choose.choice([name for name, fault in FAULTS.items() if JOBS in fault.subjects])]
+    jobs = choose.choices(list(NUM_JOBS), list(NUM_JOBS.values()))[0]
+    strikes = [_strike_job(choose, first, range(jobs))]
+    if jobs > 2 and first.combines and choose.random() < SECOND_FAULT:
+        second = FAULTS[choose.choice([*_second_faults(JOBS)])]
+        strikes.append(_strike_job(choose, second, [job for job in range(jobs) if job != strikes[0].rank]))
+    return Case(seed, method, variant, framework, jobs, tuple(strikes), JOBS)
 
-    def fitting() -> Iterator[Case]:
-        for case in map(draw, count(seed * SEEDS_OF_SCHEDULE)):
+
+def _second_faults(subject: str) -> Iterator[str]:
+    return (name for name, fault in FAULTS.items() if fault.combines and subject in fault.subjects)
+
+
+def schedule(
+    seed: int,
+    number: int,
+    methods: Collection[str],
+    frameworks: Collection[str],
+    faults: Collection[str],
+    subjects: Collection[str] = SUBJECTS,
+) -> list[Case]:
+    """Returns the first cases of a schedule that are of these methods, frameworks and subjects, with these faults."""
+    first = seed * SEEDS_OF_SCHEDULE
+
+    def fitting(first: int, subject: str) -> Iterator[Case]:
+        has_some = subject in subjects and any(subject in FAULTS[name].subjects for name in faults)
+        has_some &= any(set(frameworks).intersection(frameworks_of(method, subject)) for method in methods)
+        for case in map(draw, count(first) if has_some else ()):
             suits = all(strike.fault in faults for strike in case.strikes)
             if suits and case.method in methods and case.framework in frameworks:
                 yield case
 
-    return list(islice(fitting(), number))
+    of_ranks, of_jobs = fitting(first, RANKS), fitting(first + SEEDS_OF_SCHEDULE // 2, JOBS)
+
+    def mixed() -> Iterator[Case]:
+        for index in count():
+            turn = (of_jobs, of_ranks) if index % EVERY == EVERY - 1 else (of_ranks, of_jobs)
+            case = next(turn[0], None) or next(turn[1], None)
+            assert case is not None, "nothing fits"
+            yield case
+
+    return list(islice(mixed(), number))
 
 
 def phases_of(fault: Fault, method: str, framework: str) -> list[str]:
@@ -123,3 +181,9 @@ def _strike(choose: random.Random, fault: Fault, method: str, framework: str, ra
     rank = 0 if writes_alone else choose.choice(list(ranks))
     phase = choose.choice(phases_of(fault, method, framework))
     return Strike(fault.name, rank, phase, choose.randrange(1, STEPS - 2), choose.randrange(3))
+
+
+def _strike_job(choose: random.Random, fault: Fault, jobs: Collection[int]) -> Strike:
+    phase = choose.choice(PHASES_OF_JOBS if fault.phases == PHASES else fault.phases)
+    job, step, message = choose.choice(list(jobs)), choose.randrange(1, STEPS - 2), choose.randrange(3)
+    return Strike(fault.name, job, phase, step, message, fault.ends_job and choose.random() < STARTS_AGAIN)

@@ -34,6 +34,7 @@ class Drill:
         methods: Whose trainings are struck; all if not given.
         frameworks: plain, lightning, fabric and accelerate; all that are installed if not given.
         kinds: Of faults, such as kill, freeze or bitflip; all if not given.
+        subjects: ranks, of one job, and jobs, whose replicas come and go; both if not given and torchft is installed.
         timeout_s: Seconds after which a rank counts as lost, of the methods and of the default process group.
         jobs: Trainings at a time; half as many as there are processors if not given.
         out: Folder for drill.json, drill.md, drill.png, and a record of each training.
@@ -45,6 +46,7 @@ class Drill:
     methods: tuple[str, ...] = ()
     frameworks: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
     timeout_s: float = 10.0
     jobs: int | None = None
     out: Path = Path("outputs/drill")
@@ -74,7 +76,7 @@ class Drill:
 
     def _cases(self) -> list[Case]:
         from lightning_pipesync.lab.drill.case import FRAMEWORKS, draw, frameworks_of, schedule
-        from lightning_pipesync.lab.drill.faults import FAULTS
+        from lightning_pipesync.lab.drill.faults import FAULTS, JOBS, SUBJECTS
 
         for name, value in (("faults", self.faults), ("timeout_s", self.timeout_s), ("jobs", self.jobs)):
             if value is not None and not value > 0:
@@ -83,15 +85,25 @@ class Drill:
         kinds = _chosen("kinds", self.kinds, list(FAULTS))
         installed = [name for name, extra in FRAMEWORKS.items() if extra is None or not missing_extra(extra, name)]
         frameworks = _chosen("frameworks", self.frameworks, list(FRAMEWORKS)) if self.frameworks else installed
-        if not any(set(frameworks).intersection(frameworks_of(method)) for method in methods):
-            raise ValueError(f"frameworks={', '.join(frameworks)} do not have methods={', '.join(methods)}: add plain.")
+        possible = [name for name in SUBJECTS if name != JOBS or not missing_extra("torchft", name)]
+        subjects = _chosen("subjects", self.subjects, list(SUBJECTS)) if self.subjects else possible
         cases = [] if self.replay is None else [draw(self.replay)]
+        if JOBS in self.subjects or any(case.subject == JOBS for case in cases):
+            check_extra("torchft", f"pipesync drill with subjects={JOBS}")
+        pairs = ((method, subject) for method in methods for subject in subjects)
+        if not any(set(frameworks).intersection(frameworks_of(*pair)) for pair in pairs):
+            raise ValueError(
+                f"frameworks={', '.join(frameworks)} do not have methods={', '.join(methods)} with "
+                f"subjects={', '.join(subjects)}: add plain."
+            )
+        if not any(subject in FAULTS[kind].subjects for subject in subjects for kind in kinds):
+            raise ValueError(f"kinds={', '.join(kinds)} do not strike subjects={', '.join(subjects)}: choose others.")
         for framework in self.frameworks or [case.framework for case in cases]:
             if (extra := FRAMEWORKS[framework]) is not None:
                 check_extra(extra, f"pipesync drill with frameworks={framework}")
         if cases:
             return cases
-        return schedule(self.seed, self.faults, methods, frameworks, kinds)
+        return schedule(self.seed, self.faults, methods, frameworks, kinds, subjects)
 
     def _check_earlier(self, folder: Path) -> None:
         """Raises a ValueError if the folder has records of a drill with another timeout or other methods."""

@@ -18,10 +18,13 @@ import torch
 from typing_extensions import override
 
 from lightning_pipesync.lab.drill import system
-from lightning_pipesync.lab.drill.phases import PHASES, Gate
+from lightning_pipesync.lab.drill.phases import PHASES, WITHIN_STEPS, Gate
 
 if TYPE_CHECKING:
     from lightning_pipesync.lab.drill.scene import Scene
+
+#: What faults strike: the ranks of one job, or replicas that are jobs of their own.
+RANKS, JOBS = SUBJECTS = ("ranks", "jobs")
 
 #: For how long what passes lasts: less than the timeout.
 PASSES_S = 2.5
@@ -50,12 +53,15 @@ class Fault:
         ends_victim: whether the rank that it strikes must end by itself, as the others do.
         own_error: pattern of the errors that the fault itself causes on a rank, so that it need name no other.
         of_launcher: whether it needs a launcher, which then runs the store of the job.
+        subjects: what it can strike.
+        ends_job: whether a job that it strikes ends at once, so that it may start again.
     """
 
     name: str
     phases: tuple[str, ...] = PHASES
-    spares = must_survive = emulates = divides_evenly = by_writer = ends_victim = of_launcher = False
+    spares = must_survive = emulates = divides_evenly = by_writer = ends_victim = of_launcher = ends_job = False
     combines = True
+    subjects: tuple[str, ...] = SUBJECTS
     own_error = "(?!)"
 
     def prepare(self, scene: Scene) -> None:
@@ -85,6 +91,8 @@ class Fault:
 class Signal(Fault):
     """A signal that ends a process."""
 
+    ends_job = True
+
     def __init__(self, name: str, number: signal.Signals) -> None:
         self.name, self.number = name, number
 
@@ -106,7 +114,7 @@ class Signal(Fault):
 class OutOfMemory(Fault):
     """A process that takes memory until the system kills it."""
 
-    name = "oom"
+    name, ends_job = "oom", True
 
     @override
     def strike(self, gate: Gate, number: int) -> None:
@@ -123,7 +131,7 @@ class OutOfMemory(Fault):
 class MemoryLimit(Fault):
     """A process whose memory ends, by a limit, in Python code."""
 
-    name = "memory"
+    name, ends_job = "memory", True
 
     @override
     def strike(self, gate: Gate, number: int) -> None:
@@ -192,7 +200,7 @@ class Slow(Fault):
 class RaisedError(Fault):
     """An exception on one rank."""
 
-    name = "error"
+    name, ends_job = "error", True
 
     @override
     def strike(self, gate: Gate, number: int) -> None:
@@ -223,7 +231,7 @@ class NotANumber(Fault):
 class BitFlip(Fault):
     """One bit of a message is another one when it is sent."""
 
-    name, phases, spares, combines = "bitflip", ("collective",), True, False
+    name, phases, spares, combines, subjects = "bitflip", ("collective",), True, False, (RANKS,)
 
     @override
     def strike(self, gate: Gate, number: int) -> None:
@@ -268,7 +276,7 @@ class FullDisk(Fault):
 class TornWrite(Fault):
     """A process that dies within the write of a checkpoint, of which a part is in the file."""
 
-    name, phases, by_writer, combines = "torn write", ("checkpoint",), True, False
+    name, phases, by_writer, combines, ends_job = "torn write", ("checkpoint",), True, False, True
 
     @override
     def strike(self, gate: Gate, number: int) -> None:
@@ -285,18 +293,30 @@ class TornWrite(Fault):
 class CorruptCheckpoint(Fault):
     """A checkpoint of which a block is damaged when the training is resumed from it."""
 
-    name, phases, by_writer, combines = "corrupt checkpoint", ("resume",), True, False
+    name, phases, by_writer, combines, subjects = "corrupt checkpoint", ("resume",), True, False, (RANKS,)
 
 
 class LauncherKilled(Fault):
     """SIGKILL for the process that has started the ranks, and runs the store of the job."""
 
-    name, spares, of_launcher, combines = "launcher killed", True, True, False
+    name, spares, of_launcher, combines, subjects = "launcher killed", True, True, False, (RANKS,)
 
     @override
     def fire(self, scene: Scene, number: int) -> None:
         scene.kill_launcher(number)
         scene.go(number)
+
+
+class LighthouseKilled(Fault):
+    """SIGKILL for the lighthouse of jobs, which starts again at the same address."""
+
+    name, spares, must_survive, subjects = "lighthouse killed", True, True, (JOBS,)
+
+    @override
+    def fire(self, scene: Scene, number: int) -> None:
+        scene.kill_lighthouse(number)
+        scene.go(number)
+        scene.later(PASSES_S, scene.start_lighthouse)
 
 
 class LinkCut(Fault):
@@ -323,8 +343,9 @@ class LinkMended(Fault):
 
 
 class PacketsLost(Fault):
-    """A host's link drops packets, for some seconds."""
+    """A host's link drops packets, for some seconds; in a phase after which there are some."""
 
+    phases = ("attach", *WITHIN_STEPS)
     name, emulates, combines, spares, must_survive = "packets lost", True, False, True, True
 
     @override
@@ -372,6 +393,7 @@ FAULTS: dict[str, Any] = {
         TornWrite(),
         CorruptCheckpoint(),
         LauncherKilled(),
+        LighthouseKilled(),
         LinkCut(),
         LinkMended(),
         PacketsLost(),

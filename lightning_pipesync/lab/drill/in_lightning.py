@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.lab.drill.phases import EPOCHS, STEPS_OF_EPOCH, Gate
-from lightning_pipesync.lab.drill.training import BATCH_SIZE, Loop, Task, batch_of, loss_of, optimizer_of
+from lightning_pipesync.lab.drill.training import BATCH_SIZE, DividesData, Loop, Samples, Task, loss_of, optimizer_of
 
 
 class FabricLoop(Loop):
@@ -24,7 +23,7 @@ class FabricLoop(Loop):
     def __init__(self, task: Task, gate: Gate) -> None:
         super().__init__(task, gate)
         self.strategy: Any = STRATEGY_REGISTRY[task.method]["strategy"](**task.all_settings)
-        self.fabric = Fabric(accelerator="cpu", devices=1, num_nodes=task.ranks, strategy=self.strategy)
+        self.fabric = Fabric(accelerator="cpu", devices=1, num_nodes=task.size, strategy=self.strategy)
         self.fabric.launch()
         self.model = task.network(gate)
         gate.reach("attach")
@@ -53,18 +52,19 @@ class FabricLoop(Loop):
         self.model.load_state_dict(weights)
 
 
-class Samples(Dataset[Any]):
-    """The samples of all ranks."""
+class FabricJob(DividesData, FabricLoop):
+    """A loop in Fabric's words in a job that is a replica."""
 
-    def __init__(self, ranks: int) -> None:
-        batches = [batch_of(step, rank) for rank in range(ranks) for step in range(STEPS_OF_EPOCH)]
-        self.x, self.y = (torch.cat(values) for values in zip(*batches, strict=True))
+    @property
+    def method(self) -> Any:
+        return self.strategy.method_of()
 
-    def __len__(self) -> int:
-        return len(self.y)
+    def prepare(self, loader: DataLoader[Any]) -> Any:
+        return self.strategy.prepare_train_loader(loader)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
+    def end(self) -> None:
+        self.method.end()
+        super().end()
 
 
 class Module(pl.LightningModule):
@@ -79,7 +79,7 @@ class Module(pl.LightningModule):
         return optimizer_of(self.model.parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # training_step is not called on all stages
-        self.gate.step = self.current_epoch * STEPS_OF_EPOCH + batch_idx + 1
+        self.gate.step += 1
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -109,7 +109,7 @@ def fit(task: Task, gate: Gate, resumed: Path | None) -> dict[str, Tensor]:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        num_nodes=task.ranks,
+        num_nodes=task.size,
         strategy=StrategyRegistry[task.method]["strategy"](**task.all_settings),
         max_epochs=EPOCHS,
         callbacks=[saver],

@@ -35,10 +35,11 @@ class Member:
         error: type and message of what it has raised.
         ended_at: when it has ended, by this process's clock.
         code: its exit status; negative for a signal.
+        again: whether it takes the place of one that has ended.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.pid, self.sentinel = rank, 0, -1
+    def __init__(self, rank: int, again: bool = False) -> None:
+        self.rank, self.again, self.pid, self.sentinel = rank, again, 0, -1
         self.connection, self.for_child = Pipe()
         self.reads, self.writes = os.pipe()
         os.set_blocking(self.reads, False)

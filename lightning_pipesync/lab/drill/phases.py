@@ -21,6 +21,8 @@ STEPS = STEPS_OF_EPOCH * EPOCHS
 
 #: In the order of a training. ``collective``: a message of the method is about to be sent.
 PHASES = ("init", "attach", "forward", "backward", "step", "collective", "flush", "checkpoint", "end")
+#: Those of a job that is a replica: ``join``: it is about to join the others.
+PHASES_OF_JOBS = ("init", "attach", "join", *PHASES[2:])
 WITHIN_STEPS = ("forward", "backward", "step", "collective")
 #: Before them no method is attached, so that nothing of this package watches over the ranks.
 UNWATCHED = ("init",)
@@ -52,7 +54,7 @@ class Gate:
         """Has the faults strike whose phase this is, and whose step has come."""
         with self._lock:
             for number, strike in list(self._pending.items()):
-                early = phase not in ("init", "attach", "end") and self.step <= strike.step
+                early = phase not in ("init", "attach", "join", "end") and self.step <= strike.step
                 if strike.phase != phase or early:
                     continue
                 if phase == "collective" and self._skip[number]:

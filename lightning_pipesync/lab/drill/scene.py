@@ -17,18 +17,20 @@ from typing import Any
 from lightning_pipesync.lab.drill import system
 from lightning_pipesync.lab.drill.become import fork
 from lightning_pipesync.lab.drill.case import Strike
+from lightning_pipesync.lab.drill.jobs import STARTS_AGAIN_S, run_lighthouse
 from lightning_pipesync.lab.drill.member import Member, run_launcher, run_rank
+from lightning_pipesync.lab.drill.phases import UNWATCHED
 from lightning_pipesync.lab.drill.subject import Subject, free_port
 from lightning_pipesync.lab.netlab.network import Network
 
-#: Seconds that survivors have in addition to the timeout, from a fault to their end.
-MARGIN_S = 10.0
-#: Seconds after that in which they are late, and do not count as hanging.
+#: Seconds after a subject's limit in which they are late, and do not count as hanging.
 LATE_S = 5.0
 #: Seconds that a run may take without a fault that ends it, on a busy machine.
 RUN_S = 240.0
 #: Seconds that ranks which hang have to print their stacks, and those that are left over to end.
 STACKS_S, GRACE_S = 1.0, 2.0
+#: The port of a store, or a lighthouse, on an emulated host, where every one is free.
+PORT = 29500
 #: Bytes of a disk that is going to be full.
 DISK_BYTES = 2**21
 FILLER = "filler"
@@ -38,12 +40,13 @@ class Scene:
     """One run: starts the processes, has faults strike them, and sees how they end.
 
     Attributes:
-        members: the processes.
+        members: the processes, by number, and then those that have started again.
         fired_at: when the last fault has struck, by this process's clock.
         released_at: when what a fault has held was let go, after all others had ended.
         reached: the numbers of the faults whose phase has come.
         proofs: of each fault that has happened, by its number.
-        hung: the ranks that had to be killed.
+        hung: those that had to be killed.
+        heard: what processes have said of their sections, in order, and of what they join.
         left_behind: what was there after all had ended, in words.
     """
 
@@ -55,15 +58,16 @@ class Scene:
         self.fired_at: float | None = None
         self.released_at: float | None = None
         self.proofs: dict[int, str] = {}
-        self.hung: list[int] = []
+        self.hung: list[Member] = []
+        self.heard: list[tuple[Member, dict[str, Any]]] = []
         self.left_behind: list[str] = []
         self._said: dict[int, str] = {}
         self.reached: set[int] = set()
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
-        self._stopped: set[int] = set()  # for good
+        self._stopped: set[Member] = set()  # for good
         self._network: Network | None = None
-        self._launcher = 0
+        self._launcher = self._lighthouse = 0  # their processes
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -72,40 +76,54 @@ class Scene:
         kinds = [strike.kind for strike in self.strikes]
         for kind in kinds:
             kind.prepare(self)
-        if any(kind.emulates for kind in kinds):
+        self._emulates = any(kind.emulates for kind in kinds)
+        self._by_launcher = any(kind.of_launcher for kind in kinds)
+        if self._emulates:
             racks = 2 if any(kind.divides_evenly for kind in kinds) else 1
-            self._network = Network(len(self.members), racks=racks)
+            hosts = self.subject.members + self.subject.has_lighthouse  # which is on the last one
+            self._network = Network(hosts + hosts % racks, racks=racks)
             self._network.__enter__()
-        self._start(any(kind.of_launcher for kind in kinds))
+        self._meeting = ("127.0.0.1", free_port())
+        if self._network is not None:
+            last = self._network.hosts - 1
+            self._meeting = self._network.address(last if self.subject.has_lighthouse else 0), PORT
+        if self.subject.has_lighthouse:
+            self.start_lighthouse()
+        self._start()
         self._supervise()
         self._end()
 
-    def _start(self, by_launcher: bool) -> None:
-        port = free_port()
-        roles = [partial(run_rank, *self._arguments_of(member, port, by_launcher)) for member in self.members]
-        if not by_launcher:
+    def _start(self) -> None:
+        roles = [self._role_of(member, self.strikes, self._resumed) for member in self.members]
+        if not self._by_launcher:
             for member, role in zip(self.members, roles, strict=True):
                 member.begin(fork(role))
             return
         ours, theirs = Pipe()
-        self._launcher = fork(partial(run_launcher, roles, port, theirs))
+        self._launcher = fork(partial(run_launcher, roles, self._meeting[1], theirs))
         for member, pid in zip(self.members, ours.recv(), strict=True):
             member.begin(pid)
 
-    def _arguments_of(self, member: Member, port: int, by_launcher: bool) -> tuple[Any, ...]:
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **self.subject.environment(member.rank)}
-        if by_launcher:
+    def _role_of(self, member: Member, strikes: Sequence[Strike], resumed: Path | None) -> Callable[[], object]:
+        environment = self.subject.environment(member.rank, *self._meeting)
+        if self._by_launcher:
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         namespace = None
         if self._network is not None:
-            environment |= self._network.environment(member.rank)
+            of_host = self._network.environment(member.rank)
+            environment |= {name: value for name, value in of_host.items() if name.endswith("IFNAME")}
             namespace = self._network.namespace(member.rank)
-        return self.subject, member, self.strikes, environment, namespace, self._resumed, by_launcher
+        return partial(run_rank, self.subject, member, strikes, environment, namespace, resumed, self._by_launcher)
+
+    def _start_again(self, rank: int) -> None:
+        member = Member(rank, again=True)
+        self.members.append(member)
+        member.begin(fork(self._role_of(member, (), None)))
 
     def _supervise(self) -> None:
         begin = time.monotonic()
         while live := self._live():
-            if all(member.rank in self._stopped for member in live):
+            if all(member in self._stopped for member in live):
                 self._release()
             if time.monotonic() > self._deadline(begin):
                 self._give_up(live)
@@ -120,10 +138,15 @@ class Scene:
     def _deadline(self, begin: float) -> float:
         ends = [strike for strike in self.strikes if strike.kind.ends_victim or not strike.kind.spares]
         if self.released_at is not None:
-            return self.released_at + self._timeout_s + MARGIN_S + LATE_S
+            return self.released_at + self.limit_s + LATE_S
         if self.fired_at is not None and ends and len(self.reached) == len(self.strikes):
-            return self.fired_at + self._timeout_s + MARGIN_S + LATE_S
+            return self.fired_at + self.limit_s + LATE_S
         return begin + RUN_S + self._timeout_s
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that survivors have to end, after the faults that have struck."""
+        return self.subject.limit_s(all(self.strikes[number].phase not in UNWATCHED for number in self.reached))
 
     def _look(self, live: Sequence[Member]) -> None:
         """Waits a little for what processes say, and for their ends; calls the timers that are due."""
@@ -139,8 +162,13 @@ class Scene:
                 self._hear(member, event)
             if ended:
                 member.end()
+                if not member.again and any(self._starts_again(number, member) for number in self.reached):
+                    self.later(STARTS_AGAIN_S, partial(self._start_again, member.rank))
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()
+
+    def _starts_again(self, number: int, member: Member) -> bool:
+        return self.strikes[number].restarts and self._struck(number) is member
 
     def _hear(self, member: Member, event: dict[str, object]) -> None:
         if "at" in event:
@@ -150,6 +178,8 @@ class Scene:
             self.strikes[number].kind.fire(self, number)
         if "did" in event:
             self._said[int(str(event["did"]))] = str(event["what"])
+        if "section" in event or "joins" in event:
+            self.heard.append((member, event))
         if "result" in event:
             member.result = event["result"]  # type: ignore[assignment]
         if "error" in event:
@@ -165,9 +195,9 @@ class Scene:
 
     def _give_up(self, live: Sequence[Member]) -> None:
         """Has ranks that hang print their stacks, and kills them."""
-        self.hung = [member.rank for member in live if member.rank not in self._stopped]
-        for rank in self.hung:
-            self._send(self.members[rank], signal.SIGUSR1)
+        self.hung = [member for member in live if member not in self._stopped]
+        for member in self.hung:
+            self._send(member, signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline:
             for member in live:
@@ -179,8 +209,8 @@ class Scene:
 
     def _end(self) -> None:
         """Sees what is left behind, reaps all processes, and removes what this run has needed."""
-        if self._launcher:
-            self._kill_launcher()
+        for pid in (self._launcher, self._lighthouse):
+            self._kill(pid)
         deadline = time.monotonic() + GRACE_S
         while (left := system.children()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -238,7 +268,7 @@ class Scene:
         if state == "T":
             self.prove(number, proof or f"state T of process {member.pid}")
             if not kind.spares:
-                self._stopped.add(member.rank)
+                self._stopped.add(member)
 
     def runs(self, number: int) -> bool:
         """Returns whether the rank that a fault strikes has not ended."""
@@ -252,7 +282,16 @@ class Scene:
         return "" if error is None else f"{error[0]}: {error[1]}"
 
     def kill_launcher(self, number: int) -> None:
-        self.prove(number, f"exit status {self._kill_launcher()} of the launcher")
+        self.prove(number, f"exit status {self._kill(self._launcher)} of the launcher")
+        self._launcher = 0
+
+    def kill_lighthouse(self, number: int) -> None:
+        self.prove(number, f"exit status {self._kill(self._lighthouse)} of the lighthouse")
+        self._lighthouse = 0
+
+    def start_lighthouse(self) -> None:
+        host = None if self._network is None else self._network.namespace(self._network.hosts - 1)
+        self._lighthouse = fork(partial(run_lighthouse, self._meeting[1], host))
 
     def cut_link(self, number: int) -> None:
         network, host = self._hosts, self.strikes[number].rank
@@ -280,18 +319,18 @@ class Scene:
         return self._hosts.packets_lost(self.strikes[number].rank)
 
     def mount_small_disk(self) -> None:
-        system.mount_memory(self.subject.folder, DISK_BYTES)
+        system.mount_memory(self._disk, DISK_BYTES)
 
     def fill_disk(self) -> int:
         """Fills the disk of the checkpoints; returns how many bytes are free."""
-        with suppress(OSError), (self.subject.folder / FILLER).open("wb", buffering=0) as file:
+        with suppress(OSError), (self._disk / FILLER).open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        status = os.statvfs(self.subject.folder)
+        status = os.statvfs(self._disk)
         return status.f_bavail * status.f_frsize
 
     def empty_disk(self) -> None:
-        (self.subject.folder / FILLER).unlink()
+        (self._disk / FILLER).unlink()
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -299,6 +338,11 @@ class Scene:
     def _hosts(self) -> Network:
         assert self._network is not None
         return self._network
+
+    @property
+    def _disk(self) -> Path:
+        """Where checkpoints of the rank are written that the first fault strikes."""
+        return self.subject.folder_of(self.strikes[0].rank)
 
     def _struck(self, number: int) -> Member:
         return self.members[self.strikes[number].rank]
@@ -308,8 +352,7 @@ class Scene:
             if member.ended_at is None:
                 os.kill(member.pid, which)
 
-    def _kill_launcher(self) -> int | None:
-        pid, self._launcher = self._launcher, 0
+    def _kill(self, pid: int) -> int | None:
         if not pid:
             return None
         os.kill(pid, signal.SIGKILL)

@@ -70,6 +70,9 @@ def preload(frameworks: Sequence[str]) -> None:
         import_module(name)
     for framework in set(frameworks):
         TRAININGS[framework]()
+    os.environ.setdefault("RUST_LOG", "warn")  # or a lighthouse tells of each round
+    with suppress(ImportError):
+        import_module("torchft.coordination")
     with suppress(ImportError):
         import_module("lightning_pipesync.lab.netlab.kernel")
     torch.set_num_threads(1)

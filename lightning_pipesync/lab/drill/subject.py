@@ -8,10 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.lab.drill.case import Case
 from lightning_pipesync.lab.drill.phases import Gate
 from lightning_pipesync.lab.drill.training import PlainLoop, PlainPipeline, Task, step_of
+
+#: Seconds that survivors have in addition to the timeout, from a fault to their end.
+MARGIN_S = 10.0
 
 #: A training, and that of a pipeline: of a task on a gate, perhaps from a checkpoint; they return the weights.
 Trainings = tuple[Any, Any]
@@ -27,10 +32,11 @@ class Subject(ABC):
 
     members: int
     folder: Path
+    has_lighthouse = False
 
     @abstractmethod
-    def environment(self, member: int) -> dict[str, str]:
-        """Returns the variables of a process."""
+    def environment(self, member: int, host: str, port: int) -> dict[str, str]:
+        """Returns the variables of a process; host and port are those of the store of its job, or the lighthouse."""
 
     @abstractmethod
     def run(self, member: int, gate: Gate, resumed: Path | None) -> dict[str, Any]:
@@ -44,6 +50,14 @@ class Subject(ABC):
     def files_of(self, checkpoint: Path, member: int) -> list[Path]:
         """Returns the files of a checkpoint that a process reads."""
 
+    def folder_of(self, member: int) -> Path:
+        """Returns where a process saves checkpoints."""
+        return self.folder
+
+    @abstractmethod
+    def limit_s(self, watched: bool) -> float:
+        """Returns the seconds that survivors have to end, from a fault on; ``watched``: a method was attached."""
+
 
 class Job(Subject):
     """One job: a method in a framework, a rank in each process."""
@@ -53,28 +67,44 @@ class Job(Subject):
         self._case, self._timeout_s = case, timeout_s
         folder.mkdir(parents=True, exist_ok=True)
 
-    def environment(self, member: int) -> dict[str, str]:
-        of_rank = {"RANK": member, "NODE_RANK": member, "GROUP_RANK": member, "WORLD_SIZE": self.members}
+    def environment(self, member: int, host: str, port: int) -> dict[str, str]:
+        of_job = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": self.members}
+        of_rank = {"RANK": member, "NODE_RANK": member, "GROUP_RANK": member}
         of_host = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": "true"}
-        return {name: str(value) for name, value in (of_rank | of_host).items()}
+        return {name: str(value) for name, value in (of_job | of_rank | of_host).items()}
 
     def run(self, member: int, gate: Gate, resumed: Path | None) -> dict[str, Any]:
         case = self._case
         task = Task(case.method, case.settings, member, self.members, self.folder, self._timeout_s)
         gate.reach("init")
         train = TRAININGS[case.framework]()[task.pipelined]
-        weights = train(task, gate, resumed)
-        finite = all(bool(value.isfinite().all()) for value in weights.values())
-        return {"weights": digest({name: value.detach() for name, value in weights.items()}), "finite": finite}
+        return result_of(train(task, gate, resumed))
 
     def checkpoints(self) -> list[Path]:
-        return sorted((path for path in self.folder.glob("at-*") if path.name[3:4].isdigit()), key=step_of)[::-1]
+        found = (path for path in self.folder.glob("at-*") if path.name[3:4].isdigit() and self._is_complete(path))
+        return sorted(found, key=step_of)[::-1]
+
+    def _is_complete(self, checkpoint: Path) -> bool:
+        """Returns whether all ranks have written theirs, if each writes one, as a user has to look."""
+        if checkpoint.is_file() or not list(checkpoint.glob("[0-9]*.pt")):
+            return True
+        return all((checkpoint / f"{member}.pt").exists() for member in range(self.members))
 
     def files_of(self, checkpoint: Path, member: int) -> list[Path]:
         if checkpoint.is_file():
             return [checkpoint]
         own = checkpoint / f"{member}.pt"
         return [own] if own.exists() else sorted(path for path in checkpoint.iterdir() if path.is_file())
+
+    def limit_s(self, watched: bool) -> float:
+        # Before a method is attached torch waits for its store: once to connect, and once more to try again.
+        return self._timeout_s * (1 if watched else 2) + MARGIN_S
+
+
+def result_of(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns what is compared of weights."""
+    finite = all(bool(value.isfinite().all()) for value in weights.values())
+    return {"weights": digest({name: value.detach() for name, value in weights.items()}), "finite": finite}
 
 
 def plainly() -> Trainings:

@@ -17,8 +17,9 @@ from typing import Any
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.lab.drill import system
 from lightning_pipesync.lab.drill.case import Case
-from lightning_pipesync.lab.drill.faults import DAMAGED_BYTES
-from lightning_pipesync.lab.drill.scene import MARGIN_S, RUN_S, Scene
+from lightning_pipesync.lab.drill.faults import DAMAGED_BYTES, JOBS
+from lightning_pipesync.lab.drill.jobs import Jobs, Told, disagreement, sections_of, simulated
+from lightning_pipesync.lab.drill.scene import RUN_S, Scene
 from lightning_pipesync.lab.drill.subject import Job, Subject
 from lightning_pipesync.lab.drill.verdict import (
     ENDED,
@@ -31,6 +32,7 @@ from lightning_pipesync.lab.drill.verdict import (
     judge,
     wrong_weights,
 )
+from lightning_pipesync.lab.drill.verdict_of_jobs import Seen, judge_jobs, lost_jobs
 
 #: Seconds after which the supervisor itself counts as hung, per run that a case may need.
 RUNS_OF_CASE = 6
@@ -82,19 +84,17 @@ def drill(case: Case, place: Place) -> dict[str, Any]:
     os.environ["TMPDIR"], tempfile.tempdir = str(work / "tmp"), None
     if reason := reason_to_skip(case):
         return record_of(case, Verdict(SKIPPED, reason))
+    if case.subject == JOBS:
+        return drill_jobs(case, place)
     reference = reference_of(case, place)
     subject = Job(case, work / "checkpoints", place.timeout_s)
     if any(strike.phase == "resume" for strike in case.strikes):
         return drill_resumption(case, place, subject, reference)
     scene = Scene(subject, place.timeout_s, case.strikes)
     scene.run()
-    fates = fates_of(scene)
-    left = list(scene.left_behind)
-    if all(fate.code is not None and fate.code >= 0 for fate in fates):  # who is killed cannot remove its files
-        left += [path.name for path in (work / "tmp").rglob("*") if not path.is_dir()]
+    fates, left = fates_of(scene), left_by(scene, work)
     struck = struck_by(case, scene)
-    proofs = [number for number, strike in enumerate(struck.strikes) if case.strikes.index(strike) in scene.proofs]
-    verdict = judge(struck, fates, proofs, left, reference, place.timeout_s + MARGIN_S)
+    verdict = judge(struck, fates, proofs_of(struck, case, scene), left, reference, scene.limit_s)
     record = record_of(case, verdict, scene, fates)
     if verdict.kind == ENDED:
         for strike in case.strikes:
@@ -104,6 +104,67 @@ def drill(case: Case, place: Place) -> dict[str, Any]:
         if found.problem is not None:
             record |= {"verdict": FAILED, "why": found.problem}
     return record
+
+
+def drill_jobs(case: Case, place: Place) -> dict[str, Any]:
+    """Returns the record of a case of jobs: those that are left survive, with the weights of a simulation."""
+    work = place.work_of(case)
+    scene = Scene(Jobs(case, work / "checkpoints", place.timeout_s), place.timeout_s, case.strikes)
+    scene.run()
+    fates, struck = fates_of(scene), struck_by(case, scene)
+    proofs = proofs_of(struck, case, scene)
+    verdict = judge_jobs(struck, fates, proofs, left_by(scene, work), seen_of(case, scene), scene.limit_s)
+    record = record_of(case, verdict, scene, fates)
+    if verdict.kind == ENDED:
+        again = Scene(Jobs(case, work / "again", place.timeout_s), place.timeout_s)
+        again.run()
+        whole = judge_jobs(replace(case, strikes=()), fates_of(again), (), (), seen_of(case, again), again.limit_s)
+        record |= {"resumed_from": "the beginning", "refused": ()}
+        if whole.kind != SURVIVED:
+            record |= {"verdict": FAILED, "why": f"started again: {whole.why}"}
+    return record
+
+
+def seen_of(case: Case, scene: Scene) -> Seen:
+    """Returns what those that were not lost have told of their sections, and what these are to compute."""
+    lost, told = lost_jobs(replace(case, strikes=tuple(scene.strikes))), []
+    joins: dict[int, int] = {}  # by job that has started again, after how many other sections it has begun to join
+    entered: set[int] = set()
+    sections: set[int] = set()  # of those that were not lost
+    ends: set[int] = set()
+    for member, event in scene.heard:
+        if "joins" in event:
+            if member.again:
+                joins[member.rank] = len(sections)
+            continue
+        counts = member.again or member.rank not in lost
+        if counts:
+            of, present = tuple(event["of"]), tuple(event["present"])
+            told.append(Told(str(member.rank), event["section"], event["step"], of, present, event["ends"]))
+        if member.again:
+            entered.add(member.rank)
+        elif counts:
+            (ends if event["ends"] else sections).add(event["section"])
+    differs = disagreement(told)
+    begin, common = sections_of(told)
+    expected = None
+    if case.repeatable and begin and common and differs is None:
+        expected = simulated(case, begin, common)
+    missed = {rank: len(sections) - before for rank, before in joins.items()}
+    return Seen(expected, differs, bool(common), missed, entered)
+
+
+def proofs_of(struck: Case, case: Case, scene: Scene) -> list[int]:
+    """Returns the numbers, among the faults of ``struck``, of those that are proved."""
+    return [number for number, strike in enumerate(struck.strikes) if case.strikes.index(strike) in scene.proofs]
+
+
+def left_by(scene: Scene, work: Path) -> list[str]:
+    left = list(scene.left_behind)
+    if all(member.code is not None and member.code >= 0 for member in scene.members):
+        # Who is killed cannot remove its files.
+        left += [path.name for path in (work / "tmp").rglob("*") if not path.is_dir()]
+    return left
 
 
 def struck_by(case: Case, scene: Scene) -> Case:
@@ -161,7 +222,7 @@ def resume(case: Case, place: Place, subject: Subject, reference: Mapping[str, A
         scene.run()
         fates = fates_of(scene)
         if scene.hung:
-            return Resumption(name, tuple(refused), f"rank {scene.hung[0]} hangs when it resumes from {name}")
+            return Resumption(name, tuple(refused), f"rank {scene.hung[0].rank} hangs when it resumes from {name}")
         if all(fate.completed and fate.code == 0 for fate in fates):
             problem = wrong_weights(case, fates, reference)
             return Resumption(name, tuple(refused), problem and f"resumed from {name}, {problem}")
@@ -207,8 +268,10 @@ def fates_of(scene: Scene) -> list[Fate]:
     for member in scene.members:
         since = scene.fired_at if member.ended_at is not None else None
         seconds = 0.0 if since is None or member.ended_at is None else max(0.0, member.ended_at - since)
-        hung = member.rank in scene.hung
-        fates.append(Fate(member.rank, member.result, member.error, member.code, seconds, hung, member.output))
+        hung = member in scene.hung
+        fates.append(
+            Fate(member.rank, member.result, member.error, member.code, seconds, hung, member.output, member.again)
+        )
     return fates
 
 
@@ -220,17 +283,22 @@ def record_of(case: Case, verdict: Verdict, scene: Scene | None = None, fates: S
         "method": case.method,
         "settings": case.settings,
         "framework": case.framework,
+        "subject": case.subject,
         "ranks": case.ranks,
         "fault": case.fault,
         "faults": [{**strike, "proof": proofs.get(number)} for number, strike in enumerate(case.to_json()["strikes"])],
         "verdict": verdict.kind,
         "why": verdict.why,
         "seconds": round(max((fate.seconds for fate in fates if fate.rank not in lost), default=0.0), 2),
-        "last_lines": {fate.rank: fate.last_line for fate in fates},
+        "last_lines": {named(fate): fate.last_line for fate in fates},
     }
     if verdict.kind in (FAILED, NOT_FIRED):
-        record["outputs"] = {fate.rank: fate.output[-6000:] for fate in fates}
+        record["outputs"] = {named(fate): fate.output[-6000:] for fate in fates}
     return record
+
+
+def named(fate: Fate) -> str:
+    return f"{fate.rank} again" if fate.again else str(fate.rank)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

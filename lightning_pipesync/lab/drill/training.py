@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipesync.lab.drill.phases import STEPS, STEPS_OF_EPOCH, Gate
+from lightning_pipesync.lab.drill.phases import EPOCHS, STEPS, STEPS_OF_EPOCH, Gate
 from lightning_pipesync.training.registry import METHODS
 
 BATCH_SIZE, FEATURES, CLASSES, WIDTH = 4, 6, 2, 10
@@ -27,10 +28,11 @@ class Task:
     Args:
         method: its name in the registry.
         settings: the method's.
-        rank: this rank.
-        ranks: their number.
+        rank: this rank, or the job's number.
+        ranks: their number, or that of the jobs.
         folder: where checkpoints are saved.
         timeout_s: of the method and of the default process group.
+        alone: whether this process is a job of its own.
     """
 
     method: str
@@ -39,6 +41,12 @@ class Task:
     ranks: int
     folder: Path
     timeout_s: float
+    alone: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of processes of this job."""
+        return 1 if self.alone else self.ranks
 
     @property
     def pipelined(self) -> bool:
@@ -81,6 +89,20 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     x = torch.randn(BATCH_SIZE, FEATURES, generator=generator) * (1 + (7 * step + 3 * rank) % 4)
     return x, (x.sum(dim=1) > 0).long()
+
+
+class Samples(Dataset[Any]):
+    """The samples of all ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        batches = [batch_of(step, rank) for rank in range(ranks) for step in range(STEPS_OF_EPOCH)]
+        self.x, self.y = (torch.cat(values) for values in zip(*batches, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
 
 
 def optimizer_of(parameters: Any) -> Optimizer:
@@ -149,12 +171,42 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.partition("-")[2].partition(".")[0])
 
 
+class DividesData(Loop):
+    """A loop in a job that is a replica: the jobs divide the data, and each saves checkpoints of its own."""
+
+    @property
+    @abstractmethod
+    def method(self) -> Any:
+        """The method that trains."""
+
+    @abstractmethod
+    def prepare(self, loader: DataLoader[Any]) -> Any:
+        """Joins the others, and returns the loader of this job's share."""
+
+    def run(self, resumed: Path | None) -> dict[str, Tensor]:
+        if resumed is not None:
+            self.load(resumed)
+        loader = self.prepare(DataLoader(Samples(self.task.ranks), BATCH_SIZE, shuffle=True))
+        for _ in range(loader.epoch, EPOCHS):
+            for x, y in loader:
+                self.gate.step = self.method.num_steps + 1
+                self.train_on(x, y)
+            self.gate.reach("flush")
+            self.consolidate()
+            self.gate.reach("checkpoint")
+            self.save(self.task.checkpoint(self.method.num_steps))
+        self.gate.reach("end")
+        self.end()
+        return self.model.state_dict()
+
+
 class PlainLoop(Loop):
     """A loop without a framework; its checkpoints are a folder with a file of each rank."""
 
     def __init__(self, task: Task, gate: Gate) -> None:
         super().__init__(task, gate)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout_s))
+        if not task.alone:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout_s))
         self.model = task.network(gate)
         gate.reach("attach")
         self.attach()
@@ -200,6 +252,21 @@ class PlainLoop(Loop):
 
     def end(self) -> None:
         self.sync.flush()
+        self.sync.detach()
+
+
+class PlainJob(DividesData, PlainLoop):
+    """A loop without a framework in a job that is a replica."""
+
+    @property
+    def method(self) -> Any:
+        return self.sync
+
+    def prepare(self, loader: DataLoader[Any]) -> Any:
+        return self.sync.prepare_train_loader(loader)
+
+    def end(self) -> None:
+        self.sync.end()
         self.sync.detach()
 
 

@@ -30,6 +30,7 @@ class Fate:
         code: the exit status of its process; negative for a signal.
         seconds: from the last fault to its end.
         hung: whether it had to be killed.
+        again: whether it has taken the place of one that had ended.
         output: what it has printed last.
     """
 
@@ -40,6 +41,7 @@ class Fate:
     seconds: float = 0.0
     hung: bool = False
     output: str = ""
+    again: bool = False
 
     @property
     def completed(self) -> bool:
@@ -115,7 +117,7 @@ def judge(
     return Verdict(ENDED, raised[0].last_line if raised else "all ranks were struck")
 
 
-def wrong_weights(case: Case, completed: Sequence[Fate], reference: Mapping[str, Any]) -> str | None:
+def wrong_weights(case: Case, completed: Sequence[Fate], reference: Mapping[str, Any] | None) -> str | None:
     """Returns in words how the weights of ranks that came to their end are not right; None if they are."""
     results = [fate.result for fate in completed if fate.result is not None]
     if not results:
@@ -126,7 +128,7 @@ def wrong_weights(case: Case, completed: Sequence[Fate], reference: Mapping[str,
         return None  # it is in the data: the others get it, or not, as an undisturbed run would
     if not results[0]["finite"]:
         return "silent difference: the weights are not finite"
-    if case.repeatable and results[0]["weights"] != reference["weights"]:
+    if case.repeatable and reference is not None and results[0]["weights"] != reference["weights"]:
         return "silent difference: all ranks have other weights than an undisturbed run"
     return None
 

@@ -21,7 +21,7 @@ _SUBNET = ipaddress.ip_network("198.18.0.0/16")
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
 #: Bits per second, and bytes that may pass at once and that may wait, of a link that loses packets.
-_LOSSY = (1_000_000, 1600, 1600)
+_LOSSY = (100_000, 400, 400)
 #: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _serials = itertools.count()

@@ -45,6 +45,18 @@ class LocalSGDLab(LabEntry):
         Drilled({"period": 2}),
         Drilled({"period": 2, "overlap_steps": 1, "outer_optimizer": "nesterov", "compression": "int8"}),
     )
+    # Repeatable are those that the drill simulates: with overlap and codecs a loss also drops what is under way.
+    drilled_jobs = (
+        Drilled({"period": 2}),
+        Drilled({"period": 2, "outer_optimizer": "nesterov"}),
+        Drilled({"period": 3, "average_optimizer_states": True}),
+        Drilled({"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov"}, repeatable=False),
+        Drilled(
+            {"period": 2, "fragments": 2, "overlap_steps": 1, "outer_optimizer": "nesterov", "compression": "int8"},
+            repeatable=False,
+        ),
+        Drilled({"period": 2, "outer_optimizer": "nesterov", "compression": "int4"}, repeatable=False),
+    )
 
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
