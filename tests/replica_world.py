@@ -213,7 +213,7 @@ class Lighthouse:
 
     def __init__(self, *_: Any) -> None:
         self.process = here()
-        self.id = self.process.id
+        self.id, self.was_silent = self.process.id, False
 
     def ask(self, standing: Standing) -> Quorum:
         world, me = self.process.world, self.process.id

@@ -319,3 +319,46 @@ def test_a_round_waits_for_a_lighthouse_that_is_started_again(tmp_path: Path) ->
     )
     for rank, own in enumerate(outcomes):
         assert_same(own, state(replicas[rank]), rank)
+
+
+def train_until_frozen(folder: Path, addresses: list[str]) -> dict[str, Any]:
+    """Trains for 9 steps; replica 1 freezes in the fifth one, or before the end, until the other has ended."""
+    replica, job = divmod(int(os.environ["RANK"]), 2)
+    folder = folder / str(job)
+    folder.mkdir(exist_ok=True)
+    become_replica(addresses[job], replica, 2)
+    model = seeded_mlp(batch_norm=True)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=5, timeout_s=TIMEOUT_S)
+    sync.join()
+
+    def train() -> None:
+        for i in range(9):
+            if i == LOST_AT and job == 0:
+                meet()
+            optimizer.zero_grad()
+            loss(model, i, replica).backward()
+            sync.step()
+        if job == 1:
+            meet()
+        sync.end()
+
+    def meet() -> None:
+        if replica == 1:
+            freeze(folder)
+        else:
+            wait_for(lambda: stopped(folder / "frozen"))
+
+    error = raised(train)
+    sync.detach()
+    if replica == 0:
+        wake(folder)
+    return {"raised": error}
+
+
+def test_one_that_stops_until_all_others_have_ended_does_not_train_on_alone(tmp_path: Path) -> None:
+    with lighthouse() as in_step, lighthouse() as at_end:
+        outcomes = launch(train_until_frozen, 4, tmp_path, [in_step, at_end], init=False)
+    for other, late in zip(outcomes[:2], outcomes[2:], strict=True):
+        assert other == {"raised": None}
+        assert_raised(late["raised"], "LeftOutError", "the others have continued without it")

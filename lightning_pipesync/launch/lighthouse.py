@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lightning_pipesync.core.faults.lighthouse import SILENCE_S
+
 #: Milliseconds between two looks at who is there.
 _TICK_MS = 100
 
@@ -31,7 +33,7 @@ class Lighthouse:
     port: int = 29510
     host: str = "0.0.0.0"
     min_replicas: int = 1
-    heartbeat_timeout_s: float = 5.0
+    heartbeat_timeout_s: float = SILENCE_S
     join_timeout_s: float = 600.0
 
     def run(self) -> None:

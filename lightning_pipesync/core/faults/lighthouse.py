@@ -25,6 +25,9 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown
 #: Seconds between two signs of life; the lighthouse waits for some of them before a replica counts as dead.
 INTERVAL_S = 0.5
 
+#: Seconds without a sign of life after which a lighthouse counts a replica as lost, unless it is told others.
+SILENCE_S = 5.0
+
 #: Seconds that a connection, or a sign of life, takes at most.
 CONNECT_S = 5.0
 
@@ -79,6 +82,7 @@ class Lighthouse:
 
     Attributes:
         id: this replica among all others: its name, and what no other process has.
+        was_silent: whether it has given no sign of life for so long that it may have counted as lost; see :meth:`ask`.
 
     Args:
         address: ``host:port`` of the lighthouse.
@@ -104,6 +108,7 @@ class Lighthouse:
         self._described = {"host": socket.gethostname(), "pid": os.getpid(), "stores": stores}
         self._client: Any = self._until_answered(self._make)
         self._ended = threading.Event()
+        self._beaten, self.was_silent = time.monotonic(), False
         self._answers_since = -math.inf  # the lighthouse, without interruption; inf: it does not answer now
         self.go_on()
         self._thread = threading.Thread(target=self._beat, name="pipesync-lighthouse", daemon=True)
@@ -117,6 +122,7 @@ class Lighthouse:
             RuntimeError: the lighthouse does not answer.
         """
         told = {**self._described, "standing": asdict(standing)}
+        self._note_silence()
         while True:
             self._wait_until_all_beat()
             try:
@@ -140,6 +146,9 @@ class Lighthouse:
         """Tells no more that this replica is alive."""
         self._ended.set()
         self._at_end.cancel()
+
+    def _note_silence(self) -> None:
+        self.was_silent |= time.monotonic() - self._beaten > SILENCE_S
 
     def _answer(self, told: dict[str, Any]) -> Any:
         """Asks on another thread: the call is not interrupted by Ctrl-C."""
@@ -188,6 +197,8 @@ class Lighthouse:
             try:
                 client = client or self._make()
                 client.heartbeat(self.id, timedelta(seconds=CONNECT_S))
+                self._note_silence()
+                self._beaten = time.monotonic()
                 self._answers_since = min(self._answers_since, time.monotonic())
             except (RuntimeError, TimeoutError):
                 self._answers_since = math.inf

@@ -22,7 +22,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -74,6 +73,7 @@ class Sections:
         self.id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
         self.completed, self.generation, self.has_joined = 0, "", False
         self.took_part: list[str] = []
+        self._was_silent = False  # when it has asked last
         self._line: Line | None = None  # None: it is broken, or there is none yet
         self._made_in = ""  # the generation in which the line was made
         self._members: list[Member] = []  # of the line
@@ -105,8 +105,11 @@ class Sections:
     def end(self, section: Callable[[], object]) -> None:
         """Runs a last section if all others end, too; otherwise they go on without this replica."""
         self.send_rest()
-        with suppress(LeftOutError):
+        try:
             self.run(section, ends=True)
+        except LeftOutError:
+            if self._was_silent:
+                raise
 
     def run(self, section: Callable[[], object], ends: bool = False) -> None:
         """Runs a section, again after each loss that has kept a replica from completing it.
@@ -120,7 +123,7 @@ class Sections:
         while True:
             undoable = self.completed == number and not is_final
             agreement, self._next = self._next or self._agree(undoable, ends), None
-            if not self._is_in(agreement):
+            if not self._is_in(agreement) or self._was_left_behind(agreement):
                 self.close()
                 raise LeftOutError(
                     "This replica did not answer in time, and the others have continued without it: its weights are "
@@ -179,10 +182,25 @@ class Sections:
             self.completed, self.generation, undoable, self._line is not None, not self.has_joined, ends
         )
         quorum = None if self._lighthouse is None else self._lighthouse.ask(standing)
-        return agree(self._job.gather_objects(quorum)[0])
+        quorum, self._was_silent = self._job.gather_objects((quorum, self._lighthouse and self._lighthouse.was_silent))[
+            0
+        ]
+        return agree(quorum)
 
     def _is_in(self, agreement: Agreement) -> bool:
         return self.id in _ids(agreement.continuing)
+
+    def _was_left_behind(self, agreement: Agreement) -> bool:
+        """Returns whether the others may have trained on without this replica, and ended: it was silent, and is alone.
+
+        Otherwise it would train on to other weights than theirs.
+        """
+        others = set(self.members).difference([self.id])
+        if others.intersection(_ids(agreement.continuing)):
+            if self._lighthouse is not None:
+                self._lighthouse.was_silent = False
+            return False
+        return bool(others) and self._was_silent
 
     def _wait_for_more(self, agreement: Agreement, begin: float) -> None:
         if time.monotonic() - begin > self._timeout.total_seconds():
