@@ -9,10 +9,12 @@ import threading
 import time
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.transport import Transport
 from tests.harness import kill_stopped_siblings, launch
 from tests.lost_ranks import be_patient
@@ -86,7 +88,7 @@ def lose(how: int) -> tuple[int, str] | None:
     lost = recorder.lost.get(timeout=60)
     recorder.mail.send(1 - rank, "alive")
     assert recorder.arrived.get(timeout=60) == (1 - rank, "alive"), "the others can still talk"
-    recorder.mail.close(1.0)
+    recorder.mail.close(600.0)  # longer than a test may take: it does not wait for the lost one
     if how == signal.SIGSTOP and rank == 0:
         kill_stopped_siblings()
     return lost
@@ -117,6 +119,32 @@ def test_who_ends_with_an_error_is_lost() -> None:
     """Who ends without one is not: see the other tests."""
     outcome = launch(end_with_an_error, 2)[0]
     assert outcome[0] == 1
+
+
+def send_with_a_bug() -> tuple[int, str] | None:
+    """Returns what rank 0 is told when its thread cannot send."""
+    recorder = Recorder()
+    lost = None
+    if recorder.transport.rank == 0:
+        with patch.object(Messages, "start_sending", side_effect=MemoryError("none is left")):
+            recorder.mail.send(1, "message")
+            lost = recorder.lost.get(timeout=60)
+        with suppress(MemoryError):
+            try:
+                raise MemoryError(lost[1])
+            finally:
+                recorder.close(1.0)
+        return lost
+    lost = recorder.lost.get(timeout=60)
+    recorder.close(1.0)
+    return lost
+
+
+def test_an_error_of_a_thread_that_sends_is_one_of_its_rank() -> None:
+    """Otherwise the message is lost, and all others wait for it."""
+    of_0, of_1 = launch(send_with_a_bug, 2)
+    assert of_0 == (0, "none is left")
+    assert of_1[0] == 0
 
 
 def end_after_a_message() -> list[Any]:

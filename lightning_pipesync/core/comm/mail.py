@@ -96,7 +96,7 @@ class Mail:
 
         Args:
             deliver: called with each message, by a thread for each sender; if it raises, the sender counts as lost.
-            lose: called with a rank that is lost, once, by another thread.
+            lose: called with a rank that is lost, once, by another thread; with this one, if a thread of it has failed.
             end: called with a rank that has closed its mail without an error, by the thread that has delivered all its
                 messages.
         """
@@ -152,12 +152,14 @@ class Mail:
         for outbox in self._outboxes.values():
             outbox.put_sign(_Sign.GOODBYE if succeeds else _Sign.STOP)
         deadline = time.monotonic() + timeout_s
-        for inbox in self._inboxes if succeeds else ():
+        there = [inbox for inbox in self._inboxes if not inbox.is_lost]
+        for inbox in there if succeeds else ():
             inbox.has_ended.wait(max(0.0, deadline - time.monotonic()))
             self._outboxes[inbox.peer].put_sign(_Sign.LAST)
+        for inbox in there:
+            for thread in (self._outboxes[inbox.peer].thread, inbox.thread):
+                thread.join(max(0.0, deadline - time.monotonic()))
         threads = [outbox.thread for outbox in self._outboxes.values()] + [inbox.thread for inbox in self._inboxes]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             self._upwards.end_waits()
             self._downwards.end_waits()
@@ -184,7 +186,12 @@ class Mail:
                     inbox.heard = now
             last = now
             for inbox in list(listened.values()):
-                error = inbox.error or self._outboxes[inbox.peer].error
+                outbox = self._outboxes[inbox.peer]
+                if outbox.broken_by is not None:
+                    del listened[inbox.peer]
+                    self._lose(self._rank, outbox.broken_by)
+                    continue
+                error = inbox.error or outbox.error
                 if error is None and self._upwards.is_known_lost(inbox.peer):
                     error = self._upwards.failed_receive(RuntimeError(KNOWN), inbox.peer)
                 if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
@@ -192,18 +199,20 @@ class Mail:
                     error = self._upwards.failed_receive(silent, inbox.peer)
                 if error is not None:
                     del listened[inbox.peer]
+                    inbox.is_lost = True
                     self._lose(inbox.peer, error)
 
 
 class _Outbox:
-    """The messages to one rank, and the thread that sends them, until ``error``."""
+    """The messages to one rank, and the thread that sends them, until ``error``, or ``broken_by`` one of its own."""
 
     def __init__(
         self, messages: Messages, peer: int, device: torch.device, traffic: Traffic, interval_s: float
     ) -> None:
         self._messages, self._peer, self._device, self._traffic = messages, peer, device, traffic
         self._interval_s = interval_s
-        self.error: Exception | None = None
+        self.error: RuntimeError | None = None
+        self.broken_by: Exception | None = None
         self._queue: queue.SimpleQueue[Letter] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"pipesync-to-{peer}", daemon=True)
         self.thread.start()
@@ -234,17 +243,20 @@ class _Outbox:
                         self._messages.wait_sent(work, self._peer)
         except RuntimeError as error:  # the peer is lost
             self.error = error
+        except Exception as error:  # such as a MemoryError
+            self.broken_by = error
 
 
 class _Inbox:
     """The thread that receives the messages from one rank, until ``error``.
 
-    ``heard``: when the last message arrived. ``has_ended``: set once the rank has said goodbye, or is lost.
+    ``heard``: when the last message arrived. ``has_ended``: set once the rank has said goodbye, or its messages do not
+    arrive. ``is_lost``: whether it was told that the rank is lost.
     """
 
     def __init__(self, messages: Messages, peer: int, device: torch.device, deliver: Deliver, end: End) -> None:
         self._messages, self.peer, self._device, self._deliver, self._end = messages, peer, device, deliver, end
-        self.heard, self.has_ended = time.monotonic(), threading.Event()
+        self.heard, self.has_ended, self.is_lost = time.monotonic(), threading.Event(), False
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"pipesync-from-{peer}", daemon=True)
         self.thread.start()

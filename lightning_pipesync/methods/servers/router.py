@@ -179,7 +179,7 @@ class MessageRouter:
             self._changed.notify_all()
 
     def _lose(self, rank: int, error: Exception) -> None:
-        if not self._survives_loss or rank < self.num_servers:
+        if not self._survives_loss or rank < self.num_servers or rank == self._rank:
             self.fail(error)
             return
         self._transport.watch.forget_rank(rank)
