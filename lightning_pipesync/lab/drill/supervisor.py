@@ -227,7 +227,13 @@ def resume(case: Case, place: Place, subject: Subject, reference: Mapping[str, A
             problem = wrong_weights(case, fates, reference)
             return Resumption(name, tuple(refused), problem and f"resumed from {name}, {problem}")
         error = next(fate.last_line for fate in fates if not fate.completed or fate.code)
-        if any(fate.completed for fate in fates):
+        completed = [fate for fate in fates if fate.completed]
+        struck = {strike.rank for strike in case.strikes if strike.phase == "resume"}
+        if completed and all(fate.completed or fate.rank in struck for fate in fates):  # that rank counts as lost
+            refused.append(f"{name}: {error}")
+            problem = wrong_weights(case, completed, reference)
+            return Resumption(name, tuple(refused), problem and f"resumed from {name}, {problem}")
+        if completed:
             return Resumption(name, tuple(refused), f"some ranks resume from {name}, others do not: {error}")
         refused.append(f"{name}: {error}")
         damaged = any(strike.kind.by_writer or strike.phase == "checkpoint" for strike in case.strikes)
