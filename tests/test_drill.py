@@ -163,10 +163,13 @@ def test_the_report(tmp_path: Path) -> None:
         record_of(KILL, Verdict(ENDED, "Rank 1")),
         record_of(replace(KILL, seed=7), Verdict(FAILED, "a | b\nc")),
         record_of(PAUSE, Verdict(SURVIVED, "")),
+        record_of(Case(500_000, "local_sgd", 0, "plain", 2, PAUSE.strikes, JOBS), Verdict(SURVIVED, "")),
     ]
     text = as_markdown(records)
     assert "| kill |  | 1 | 1 |  |  |" in text
-    assert "| all trainings | 1 | 1 | 1 |  |  |" in text
+    assert "| all trainings | 2 | 1 | 1 |  |  |" in text
+    assert "| dear | 1 / 1 / 1 |" in text
+    assert "| local_sgd, as jobs | 1 / 0 / 0 |" in text
     assert "| 7 | dear | plain | failed | kill of rank 1 of 3 (forward) | a / b c |" in text
     draw_picture(records, tmp_path / "drill.png")
     assert (tmp_path / "drill.png").stat().st_size > 5000

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_pipesync.lab.bench.pictures import COLOURS, picture
 from lightning_pipesync.lab.bench.tables import environment, show, table, write_results
-from lightning_pipesync.lab.drill.faults import FAULTS
+from lightning_pipesync.lab.drill.case import FRAMEWORKS
+from lightning_pipesync.lab.drill.faults import FAULTS, JOBS
 from lightning_pipesync.lab.drill.verdict import ENDED, FAILED, NOT_FIRED, SKIPPED, SURVIVED, VERDICTS
 
 Record = Mapping[str, Any]
@@ -28,7 +29,7 @@ _WORST = (FAILED, NOT_FIRED, ENDED, SURVIVED, SKIPPED)
 
 
 def as_markdown(records: Sequence[Record]) -> str:
-    """Returns the tables: verdicts by fault, and a line for each case that has failed or did not fire."""
+    """Returns the tables: verdicts by fault, and by method and framework, and a line for each case that has failed."""
     by_fault: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
     for record in records:
         for strike in record["faults"]:
@@ -42,6 +43,7 @@ def as_markdown(records: Sequence[Record]) -> str:
             for name, counts in [*rows, ("all trainings", total)]
         ],
     )
+    text += "\n" + by_method(records)
     remarkable = [record for record in records if record["verdict"] in (FAILED, NOT_FIRED)]
     if remarkable:
         names = ("seed", "method", "framework", "verdict")
@@ -50,10 +52,33 @@ def as_markdown(records: Sequence[Record]) -> str:
     return text
 
 
+def by_method(records: Sequence[Record]) -> str:
+    """Returns a table of methods by frameworks; a cell has how many survived, ended, and are neither."""
+    cells: dict[str, dict[str, Counter[str]]] = {}
+    for record in records:
+        cells.setdefault(trained(record), {}).setdefault(record["framework"], Counter())[record["verdict"]] += 1
+    frameworks = [name for name in FRAMEWORKS if any(name in of for of in cells.values())]
+
+    def cell(counts: Counter[str]) -> str:
+        others = counts.total() - counts[SURVIVED] - counts[ENDED] - counts[SKIPPED]
+        return f"{counts[SURVIVED]} / {counts[ENDED]} / {others}"
+
+    rows = [
+        [name, *(cell(of[each]) if each in of else "" for each in frameworks)] for name, of in sorted(cells.items())
+    ]
+    return table([f"{SURVIVED} / {ENDED} / {FAILED} or {NOT_FIRED}", *frameworks], rows)
+
+
+def trained(record: Record) -> str:
+    """Returns which method trained."""
+    return f"{record['method']}, as jobs" if record["subject"] == JOBS else str(record["method"])
+
+
 def described(record: Record) -> str:
     """Returns the faults of a case, in a line."""
+    of = "job" if record["subject"] == JOBS else "rank"
     return ", ".join(
-        f"{strike['fault']} of rank {strike['rank']} of {record['ranks']} ({strike['phase']})"
+        f"{strike['fault']} of {of} {strike['rank']} of {record['ranks']} ({strike['phase']})"
         for strike in record["faults"]
     )
 
@@ -77,7 +102,7 @@ def draw(records: Iterable[Record], path: Path) -> None:
     cells: dict[tuple[str, str], Counter[str]] = {}
     for record in records:
         for strike in record["faults"]:
-            cells.setdefault((record["method"], strike["fault"]), Counter())[record["verdict"]] += 1
+            cells.setdefault((trained(record), strike["fault"]), Counter())[record["verdict"]] += 1
     methods = sorted({method for method, _ in cells})
     faults = [name for name in FAULTS if any(fault == name for _, fault in cells)]
     size = (2.5 + 0.5 * len(faults), 2.2 + 0.45 * len(methods))
