@@ -33,6 +33,7 @@ from tests.harness import DIED, launch, raised
 from tests.lost_ranks import die, wait_for
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
+from tests.reference_selsync import average
 from tests.replica_jobs import TIMEOUT_S, become_replica, lighthouse
 
 #: The average in which a replica is lost, from 0 on.
@@ -329,3 +330,47 @@ def test_several_losses(tmp_path: Path) -> None:
     for phase in ("sums", "meeting", "new groups", "new shards"):
         jobs[f"sums, {phase}"] = Job(DILOCO, {1: "sums", 2: phase}, {1: 6, 2: 6}, NESTEROV, replicas=4)
     run(jobs, tmp_path)
+
+
+def train_to_the_end(address: str, folder: Path) -> dict[str, Tensor]:
+    """Trains for four steps, and ends; replica 1 dies when all others have all data of the last average."""
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    become_replica(address, rank, 3)
+    model = seeded_mlp(rank, batch_norm=True)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=3, timeout_s=TIMEOUT_S, **DILOCO)
+    sync.join()
+    for i in range(4):
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        sync.step()
+    if rank == 1:
+        when_called(Sections, "_commit", 0, partial(when_marked, die, folder, 2))
+    else:
+        when_called(Sections, "_commit", 0, (folder / str(rank)).touch)
+    sync.end()
+    last = state(model)
+    sync.detach()
+    return last
+
+
+def test_a_loss_within_the_last_average_leaves_it_in_the_weights(tmp_path: Path) -> None:
+    with lighthouse() as address:
+        of_0, of_1, of_2 = launch(train_to_the_end, 3, address, tmp_path, init=False, may_die=(1,))
+    assert of_1 == DIED
+    replicas = simulate(
+        seeded_mlp(batch_norm=True),
+        OPTIMIZERS["sgd"],
+        loss,
+        world_size=3,
+        num_steps=4,
+        period=3,
+        lost={},
+        **NESTEROV,
+    )
+    average([list(replica.parameters()) for replica in replicas.values()])
+    average([list(replica.buffers()) for replica in replicas.values()])
+    for last in (of_0, of_2):
+        assert_same(last, state(replicas[0]))

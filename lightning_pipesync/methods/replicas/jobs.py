@@ -221,8 +221,17 @@ class ElasticReplicaMethod(ReplicaMethod):
         elif not self.flushed:
             self.synchronize()
             if any(tensors.diverged for tensors in self._replicas):
-                self._sections.end(self._consolidate)
+                self._sections.end(self._average_for_good)
+                for tensors in (self._non_trainable, *self._followers):
+                    tensors.keep_average()
+                self.flushed = False
             self.flush()
+
+    def _average_for_good(self) -> None:
+        """Consolidates the weights; as this rank's own ones are dropped, they stay if the replicas are grouped anew."""
+        self._consolidate()
+        for tensors in self._replicas:
+            tensors.keep_average()
 
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         self.end()
