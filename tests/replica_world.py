@@ -86,7 +86,8 @@ class Process:
         self.world.note(self)
         while len(self.method.rounds) < self.world.num_rounds:
             each.send_rest()
-            each.run(self.method.section)
+            asks = not self.world.unasked or len(self.method.rounds) % self.world.unasked == 0
+            each.run(self.method.section, self.method.snapshot(), asks=asks)
             self.world.note(self)
         each.end(self.method.section)
         each.leave()
@@ -121,6 +122,9 @@ class Method:
 
     def snapshot(self) -> Any:
         return self.rounds
+
+    def completed(self, snapshot: Any) -> Any:
+        return snapshot
 
     def regroup(self, line: Line, snapshot: Any, first: int, new: Sequence[int]) -> None:
         self._line, self._waiting = line, []
@@ -241,8 +245,9 @@ class World:
     One process neither dies nor freezes, and so what is complete is never lost.
     """
 
-    def __init__(self, seed: int, num_replicas: int, num_rounds: int, faults: int) -> None:
+    def __init__(self, seed: int, num_replicas: int, num_rounds: int, faults: int, unasked: int = 0) -> None:
         self.random, self.num_rounds, self.faults = random.Random(seed), num_rounds, faults
+        self.unasked = unasked  # who takes part is asked in each section, or in one of so many
         self.num_replicas = num_replicas
         self.turn = threading.Semaphore(0)
         self.processes: list[Process] = []
@@ -252,7 +257,7 @@ class World:
         self.answers: dict[str, Quorum] = {}
         self.last: list[str] = []  # ids of the last quorum
         self.num_quorums, self.clock = 0, 0.0
-        self.outsiders: set[str] = set()  # those without whom training has ended
+        self.outsiders: set[str] | None = None  # those without whom training has ended, once it has
         self.found: dict[int, tuple[tuple[str, ...], ...]] = {}  # the rounds after each number of them
         for rank in range(num_replicas):
             self.come(str(rank))
@@ -261,13 +266,15 @@ class World:
     def come(self, name: str) -> None:
         process = Process(self, name, len(self.processes))
         process.thread.process = process  # type: ignore[attr-defined]
+        if self.outsiders is not None:
+            self.outsiders.add(process.id)
         self.processes.append(process)
         process.thread.start()
 
     def note(self, process: Process) -> None:
         """Checks that a replica has the rounds of all others, unless they have ended without it."""
         rounds = process.method.rounds
-        if process.id in self.outsiders:
+        if self.outsiders and process.id in self.outsiders:
             return
         if process is self.survivor and len(rounds) == self.num_rounds:
             self.outsiders = {each.id for each in self.processes if each.id not in rounds[-1] or each.frozen}

@@ -81,8 +81,8 @@ def watch_sections(gate: Gate) -> None:
         join(sections)
         tell(sections)
 
-    def running(sections: Sections, section: Callable[[], object], ends: bool = False) -> None:
-        run(sections, section, ends)
+    def running(sections: Sections, section: Any, before: Any, asks: bool = True, ends: bool = False) -> None:
+        run(sections, section, before, asks, ends)
         tell(sections, ends)
 
     Sections.join, Sections.run = joining, running  # type: ignore[assignment, method-assign]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -116,12 +116,28 @@ class Fragments:
         for fragment in list(self._pending):
             self._arrive(fragment)
 
-    def snapshot(self) -> dict[str, Any]:
+    def changed_by(self, step: int) -> list[int]:
+        """Returns the buckets that the end of a step may change: of averages that are due, and without overlap all."""
+        changed = [
+            fragment
+            for fragment in range(len(self._fragments))
+            if not self._config.overlap_steps or (fragment in self and self._pending[fragment].due == step)
+        ]
+        return [index for fragment in changed for index in self._fragments[fragment]]
+
+    def snapshot(self, buckets: Container[int] | None = None) -> dict[str, Any]:
         """Returns the state as if the averages under way had not started, but for those that are settled.
 
         Not a collective call.
+
+        Args:
+            buckets: those that may change before the snapshot is restored; None: all.
         """
-        return {"replicas": self.replicas.snapshot(), "flights": self._settled()}
+        return {"replicas": self.replicas.snapshot(buckets), "flights": self._settled()}
+
+    def completed(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Returns a snapshot with the present state of the buckets that it lacks."""
+        return {**snapshot, "replicas": self.replicas.completed(snapshot["replicas"])}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, the outer optimizer's state, and the averages under way.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,15 @@ class OuterStep:
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+@dataclass(frozen=True)
+class _Before:
+    """A rank's shard of a bucket's global values, where it begins, and its outer state, before an outer step."""
+
+    offset: int
+    shard: Tensor
+    outer_state: Any
+
+
 class GlobalWeights:
     """The values of each bucket that all ranks had after the last average, and how the next one changes them.
 
@@ -72,9 +82,7 @@ class GlobalWeights:
         self._replicas, self._codec = replicas, codec
         self._sends_differences = outer is not None or not codec.lossless
         self._feedback = [replicas.feedback(flat) for flat in buckets] if error_feedback else []
-        self._stepped: dict[
-            int, tuple[Tensor, Any]
-        ] = {}  # own shards and outer states before the step of an average under way
+        self._stepped: dict[int, _Before] = {}  # of averages under way
         self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
 
     def subtract_from(self, index: int, flat: Tensor) -> None:
@@ -103,15 +111,24 @@ class GlobalWeights:
         """Returns a copy of a bucket's values that all ranks agree on: not what an average under way has changed."""
         values = self.flats[index].clone()
         if index in self._stepped:  # looked up after the copy: an outer step begins with it, on another thread
-            self._replicas.shard(values).copy_(self._stepped[index][0])
+            before = self._stepped[index]
+            values[before.offset :][: before.shard.numel()].copy_(before.shard)
         return values
 
-    def snapshot(self) -> dict[str, Any]:
-        """Returns, on the CPU, the global values and the outer states that all ranks agree on."""
+    def snapshot(self, buckets: Container[int] | None = None) -> dict[str, Any]:
+        """Returns, on the CPU, the global values and the outer states that all ranks agree on.
+
+        Args:
+            buckets: those with a copy; the others have None. None: all.
+        """
         if not self.flats:
             return {}
-        outer = {"states": [self._agreed_state(index) for index in range(len(self.flats))]} if self._outer else {}
-        return {"common": [self.agreed(index).cpu() for index in range(len(self.flats))], "outer": outer}
+        copied = [index if buckets is None or index in buckets else None for index in range(len(self.flats))]
+        values = [None if index is None else self.agreed(index).cpu() for index in copied]
+        if self._outer is None:
+            return {"common": values, "outer": {}}
+        states = [None if index is None else self._agreed_state(index) for index in copied]
+        return {"common": values, "outer": {"states": states}}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the :meth:`snapshot`, and the codec's residuals."""
@@ -139,7 +156,8 @@ class GlobalWeights:
             return
         own = self._replicas.shard(self.flats[index])
         before = own.clone()
-        self._stepped[index] = before, map_tensors(Tensor.clone, self._outer.state_of(index))
+        offset = int(own.storage_offset() - self.flats[index].storage_offset())
+        self._stepped[index] = _Before(offset, before, map_tensors(Tensor.clone, self._outer.state_of(index)))
         stepped = self._outer.step(index, shard.to(own.device))
         if self._codec.lossless:
             shard.copy_(stepped)
@@ -153,5 +171,5 @@ class GlobalWeights:
         assert self._outer is not None
         state = map_tensors(lambda tensor: tensor.to("cpu", copy=True), self._outer.state_of(index))
         if index in self._stepped:
-            state = map_tensors(lambda tensor: tensor.to("cpu", copy=True), self._stepped[index][1])
+            state = map_tensors(lambda tensor: tensor.to("cpu", copy=True), self._stepped[index].outer_state)
         return state

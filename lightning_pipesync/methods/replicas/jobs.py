@@ -246,9 +246,19 @@ class ElasticReplicaMethod(ReplicaMethod):
         for unit in self._units:
             unit.settle()
 
-    def snapshot(self) -> Snapshot:
-        units = [unit.snapshot() for unit in self._units]
+    def snapshot(self, of_step: int | None = None) -> Snapshot:
+        """Returns the state, or of weights only what the end of the next step of an optimizer may change."""
+        changed = [unit.changed_next if index == of_step else () for index, unit in enumerate(self._units)]
+        units = [
+            unit.snapshot(None if of_step is None else buckets)
+            for unit, buckets in zip(self._units, changed, strict=True)
+        ]
         return Snapshot(*self._place, replace(self._changes), units)
+
+    def completed(self, snapshot: Snapshot) -> Snapshot:
+        """Returns a snapshot with the present weights in place of those that it lacks, as they have not changed."""
+        units = [unit.completed(saved) for unit, saved in zip(self._units, snapshot.units, strict=True)]
+        return replace(snapshot, units=units)
 
     def regroup(self, line: Line, snapshot: Snapshot, first: int, new: Sequence[int]) -> None:
         """Continues from ``snapshot`` with the replicas of ``line``; a collective call of them.
@@ -280,11 +290,12 @@ class ElasticReplicaMethod(ReplicaMethod):
         for tensors in (self._non_trainable, *self._followers):
             tensors.undo_average()
 
-    def _together(self, section: Callable[[], object]) -> None:
+    def _together(self, section: Callable[[], object], of_step: int | None = None) -> None:
         if self._sections is None:
             section()
         else:
-            self._sections.run(section)
+            asks = of_step is None or self._units[of_step].starts_next
+            self._sections.run(section, self.snapshot(of_step), asks=asks)
 
     def _problem_of_jobs(self) -> ValueError | None:
         if self.transport.world_size == 1:

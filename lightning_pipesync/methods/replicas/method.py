@@ -162,7 +162,7 @@ class ReplicaMethod(SyncMethod):
         with unit.in_step():
             result = self.user_steps.update_own(index, update)  # SelSync, Algorithm 1, line 9
         if unit.meets_next:
-            self._together(partial(self._end_step, index))  # lines 15 to 17
+            self._together(partial(self._end_step, index), of_step=index)  # lines 15 to 17
             self._non_trainable.keep_average()
         else:
             self._end_step(index)
@@ -204,8 +204,8 @@ class ReplicaMethod(SyncMethod):
                     replicas.diverged = True  # not all of the average has arrived
                 raise
 
-    def _together(self, section: Callable[[], object]) -> None:
-        """Runs a part of a step, or of a flush, in which all ranks communicate."""
+    def _together(self, section: Callable[[], object], of_step: int | None = None) -> None:
+        """Runs a part of a flush, or of the step of an optimizer, in which all ranks communicate."""
         section()
 
     # --- weights ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Sections: what replicas that come and go do together, such as a round, all of a quorum or none.
 
 [Note: what is undone]
-Replicas communicate in sections: the end of a step in which an average starts or is applied. Before each one a replica
-asks the lighthouse who takes part (:class:`Lighthouse`). One that has all data of a section sends one byte to all
-others, and goes on when it has theirs. If that fails, those that are left agree on what is complete (:func:`agree`),
-undo a section that one of them misses, and repeat it from each replica's weights before it: the outcome is a round of
-those that are left.
+Replicas communicate in sections: the end of a step in which an average starts or is applied. Before one in which some
+starts a replica asks the lighthouse who takes part (:class:`Lighthouse`), also in the next sections until another one
+starts. One that has all data of a section sends one byte to all others, and goes on when it has theirs. If that fails,
+those that are left ask, agree on what is complete (:func:`agree`), undo a section that one of them misses, and repeat
+it from each replica's weights before it: the outcome is a round of those that are left.
 
 [Note: who comes]
 A replica that is new joins before its first step: it asks, too, and so is in the quorum of the others' next section.
@@ -106,24 +106,31 @@ class Sections:
         """Runs a last section if all others end, too; otherwise they go on without this replica."""
         self.send_rest()
         try:
-            self.run(section, ends=True)
+            self.run(section, self._method.snapshot(), ends=True)
         except LeftOutError:
             if self._was_silent:
                 raise
 
-    def run(self, section: Callable[[], object], ends: bool = False) -> None:
+    def run(self, section: Callable[[], object], before: Snapshot, asks: bool = True, ends: bool = False) -> None:
         """Runs a section, again after each loss that has kept a replica from completing it.
+
+        Args:
+            section: communicates.
+            before: the state of the method now, as far as the section may change it.
+            asks: whether to ask who takes part, the same on all replicas; False: those of the last section.
+            ends: whether this is the last section.
 
         Raises:
             LeftOutError: the others have continued without this replica.
             RuntimeError: the lighthouse does not answer.
         """
-        before, number = self._method.snapshot(), self.completed + 1
+        number = self.completed + 1
         is_final = is_repeated = False
         while True:
             undoable = self.completed == number and not is_final
-            agreement, self._next = self._next or self._agree(undoable, ends), None
-            if not self._is_in(agreement) or self._was_left_behind(agreement):
+            unasked = None if asks or is_repeated or self._line is None else self._agreed()
+            agreement, self._next = self._next or unasked or self._agree(undoable, ends), None
+            if agreement is not unasked and (not self._is_in(agreement) or self._was_left_behind(agreement)):
                 self.close()
                 raise LeftOutError(
                     "This replica did not answer in time, and the others have continued without it: its weights are "
@@ -132,9 +139,10 @@ class Sections:
             stands = agreement.completed == number
             if is_repeated and not stands:
                 self._method.undo_averages()
-            present = self._method.snapshot() if stands else before
+            if agreement.new and not stands:
+                before = self._method.completed(before)  # then averages under way arrive, too
             self.completed, self.generation, is_repeated = agreement.completed, agreement.generation, True
-            if not self._attempt(agreement, partial(self._continue, agreement, present)):
+            if not self._attempt(agreement, partial(self._continue, agreement, None if stands else before)):
                 is_final |= stands
                 continue
             if stands:
@@ -182,10 +190,13 @@ class Sections:
             self.completed, self.generation, undoable, self._line is not None, not self.has_joined, ends
         )
         quorum = None if self._lighthouse is None else self._lighthouse.ask(standing)
-        quorum, self._was_silent = self._job.gather_objects((quorum, self._lighthouse and self._lighthouse.was_silent))[
-            0
-        ]
+        was_silent = self._lighthouse and self._lighthouse.was_silent
+        quorum, self._was_silent = self._job.gather_objects((quorum, was_silent))[0]
         return agree(quorum)
+
+    def _agreed(self) -> Agreement:
+        """Returns that those of the last section take part in the next one."""
+        return Agreement(self._members, [], self.completed, True, self.generation)
 
     def _is_in(self, agreement: Agreement) -> bool:
         return self.id in _ids(agreement.continuing)
@@ -233,7 +244,7 @@ class Sections:
     def _join(self, agreement: Agreement) -> None:
         is_first = self._is_in(agreement)
         if is_first:
-            self._continue(agreement, self._method.snapshot())
+            self._continue(agreement)
         if agreement.new:
             self._take_in(agreement)
         if is_first:
@@ -242,10 +253,11 @@ class Sections:
         else:
             self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
 
-    def _continue(self, agreement: Agreement, snapshot: Snapshot) -> None:
-        """Makes a group of those that continue, unless they have it, and restores ``snapshot``."""
+    def _continue(self, agreement: Agreement, before: Snapshot | None = None) -> None:
+        """Makes a group of those that continue, unless they have it, and restores the state ``before``, if any."""
         is_new = self._made_in != agreement.generation
         if is_new and not (agreement.connected and self.members == _ids(agreement.continuing)):
+            snapshot = self._method.snapshot() if before is None else self._method.completed(before)
             self._connect(agreement.continuing, self._key(agreement, "continuing"), snapshot)
             self._made_in = agreement.generation
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -202,9 +202,18 @@ class ReplicatedTensors:
         self._swapped_in = []
         self._kept.clear()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Returns a state that undoes an average; not a collective call."""
-        return {"own": self._values(), "diverged": self.diverged, **self.global_weights.snapshot()}
+    def snapshot(self, buckets: Container[int] | None = None) -> dict[str, Any]:
+        """Returns a state that undoes an average, of ``buckets``, or of all; not a collective call."""
+        return {"own": self._values(buckets), "diverged": self.diverged, **self.global_weights.snapshot(buckets)}
+
+    def completed(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Returns a snapshot with the present state of the buckets that it lacks."""
+        present, completed = self.snapshot(), dict(snapshot)
+        for kind in {"own", "common"} & present.keys():
+            completed[kind] = _filled(snapshot[kind], present[kind])
+        if present.get("outer"):
+            completed["outer"] = {"states": _filled(snapshot["outer"]["states"], present["outer"]["states"])}
+        return completed
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, this rank's values if they may differ, and the state of the global weights."""
@@ -220,9 +229,11 @@ class ReplicatedTensors:
             foreach_copy_(tensors, values)
         self.global_weights.load_state_dict(state)
 
-    def _values(self) -> list[list[Tensor]]:
+    def _values(self, buckets: Container[int] | None = None) -> list[list[Tensor] | None]:
         present = [bucket.views for bucket in self._kept] if self._swapped_in else self.tensors
-        return [to_cpu(tensors) for tensors in present]
+        return [
+            to_cpu(tensors) if buckets is None or index in buckets else None for index, tensors in enumerate(present)
+        ]
 
     def _keep_present(self) -> None:
         self._kept = self._kept or [Bucket(tensors) for tensors in self.tensors]
@@ -258,6 +269,10 @@ def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]
 
 def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def _filled(values: Sequence[Any], present: Sequence[Any]) -> list[Any]:
+    return [now if value is None else value for value, now in zip(values, present, strict=True)]
 
 
 def _bits(tensor: Tensor) -> Tensor:

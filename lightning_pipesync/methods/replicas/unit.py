@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,10 +64,13 @@ class ReplicaUnit:
     @property
     def meets_next(self) -> bool:
         """Whether an average may start or be due at the end of the next step, on any rank: this one may drop it."""
-        if self._warming_up:
-            return False
-        step, overlap = self.num_steps + 1 - self._config.warmup_steps, self._config.overlap_steps
-        return self.policy.may_start(step) or (step > overlap and self.policy.may_start(step - overlap))
+        due = self.num_steps + 1 - self._config.warmup_steps - self._config.overlap_steps
+        return self.starts_next or (not self._warming_up and due > 0 and self.policy.may_start(due))
+
+    @property
+    def starts_next(self) -> bool:
+        """Whether an average may start at the end of the next step, on any rank."""
+        return not self._warming_up and self.policy.may_start(self.num_steps + 1 - self._config.warmup_steps)
 
     @property
     def lr_scale(self) -> float:
@@ -119,15 +122,28 @@ class ReplicaUnit:
         self._drop_pass()
         self._fragments.drop()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Returns a state that undoes a round, without averages under way; not a collective call."""
+    @property
+    def changed_next(self) -> list[int]:
+        """The buckets that the end of the next step may change."""
+        return self._fragments.changed_by(self.num_steps + 1)
+
+    def snapshot(self, buckets: Container[int] | None = None) -> dict[str, Any]:
+        """Returns a state that undoes a round, without averages under way; not a collective call.
+
+        Args:
+            buckets: those that may change before it is restored; None: all.
+        """
         averaged = self._tensors_of_states().values() if self._config.average_optimizer_states else []
         return {
-            "fragments": self._fragments.snapshot(),
+            "fragments": self._fragments.snapshot(buckets),
             "averaged": [tensor.clone() for tensor in averaged],
             "policy": self.policy.snapshot(),
             **self._counters(),
         }
+
+    def completed(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Returns a snapshot with the present state of the buckets that it lacks."""
+        return {**snapshot, "fragments": self._fragments.completed(snapshot["fragments"])}
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Any]) -> None:
