@@ -97,8 +97,8 @@ class Job(Subject):
         return [own] if own.exists() else sorted(path for path in checkpoint.iterdir() if path.is_file())
 
     def limit_s(self, watched: bool) -> float:
-        # Before a method is attached torch waits for its store: once to connect, and once more to try again.
-        return self._timeout_s * (1 if watched else 2) + MARGIN_S
+        # Before a method is attached torch waits for its store, and an attempt may take as long as all of them.
+        return self._timeout_s * (1 if watched else 3) + MARGIN_S
 
 
 def result_of(weights: dict[str, Tensor]) -> dict[str, Any]:
