@@ -53,6 +53,8 @@ class DeARStrategyMixin(SyncStrategyMixin):
         torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
             a strategy, the ranks of a host, if there are several.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
+        check_messages: Whether Gloo's messages have checksums, so that one which was damaged on its way ends the
+            training, with an error that names the rank which has sent it.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -92,6 +94,7 @@ class DeARStrategyMixin(SyncStrategyMixin):
         topology: Literal["auto", "flat", "torus2d"] = "auto",
         torus_columns: int | None = None,
         timeout_s: float = 1800.0,
+        check_messages: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -141,6 +144,9 @@ class EAPipeStrategyMixin(PipelineStrategyMixin):
         seed: The seed of the random numbers of layers and the loss, such as dropout, which depend only on it, the
             mini-batch and the stage.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
+        check_messages: Whether Gloo's messages have checksums, so that one which was damaged on its way ends the
+            training, with an error that names the rank which has sent it. Not those with activations of ``gpipe`` and
+            ``1f1b``, which PyTorch's schedules send.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -176,6 +182,7 @@ class EAPipeStrategyMixin(PipelineStrategyMixin):
         compression: Literal["none", "bf16", "fp16"] = "none",
         seed: int = 0,
         timeout_s: float = 1800.0,
+        check_messages: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -236,6 +243,9 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         injection: Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E.
         bucket_mb: Maximum bucket size in MiB. A bucket is exchanged in one collective.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
+        check_messages: Whether Gloo's messages have checksums, so that one which was damaged on its way ends the
+            training, with an error that names the rank which has sent it. With ``lighthouse`` the round is repeated,
+            with a warning that names the replica.
         lighthouse: ``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that
             of the environment variable ``PIPESYNC_LIGHTHOUSE``, which ``pipesync launch`` sets; without it all replicas
             are in this job.
@@ -287,6 +297,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         injection: tuple[float, float] | None = None,
         bucket_mb: float = 25.0,
         timeout_s: float = 1800.0,
+        check_messages: bool = False,
         lighthouse: str | None = None,
         num_replicas: int | None = None,
         checkpoint_replicas: bool = True,
@@ -350,6 +361,8 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
             ``auto``: they continue where they can, if the policy is asynchronous: not with ``sync``, ``k_sync``,
             ``k_batch_sync`` and ``ssp``.
         timeout_s: Seconds after which a rank that is not heard of counts as lost.
+        check_messages: Whether Gloo's messages have checksums, so that one which was damaged on its way ends the
+            training, with an error that names the rank which has sent it.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -406,6 +419,7 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         partition: Literal["defdp", "work_queue"] = "defdp",
         on_lost_rank: Literal["auto", "raise", "continue"] = "auto",
         timeout_s: float = 1800.0,
+        check_messages: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -448,6 +462,8 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
             it predicts: ``staleness`` times the weights for every rank. Without them a resumed run predicts its first
             steps with the averages.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
+        check_messages: Whether Gloo's messages have checksums, so that one which was damaged on its way ends the
+            training, with an error that names the rank which has sent it.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -484,6 +500,7 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
         distance_constant: float = 1.0,
         checkpoint_own_gradients: bool = True,
         timeout_s: float = 1800.0,
+        check_messages: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -529,6 +546,9 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         bucket_mb: Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
+        check_messages: Whether Gloo's messages have checksums, so that one which was damaged on its way ends the
+            training, with an error that names the rank which has sent it. With ``lighthouse`` the round is repeated,
+            with a warning that names the replica.
         checkpoint_replicas: Whether a checkpoint holds each rank's weights and optimizer state besides the average.
             Without them it is smaller by a factor of the number of ranks, and a resumed run starts from the average.
         accelerator: as in DDPStrategy.
@@ -569,6 +589,7 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         error_feedback: bool = True,
         bucket_mb: float = 25.0,
         timeout_s: float = 1800.0,
+        check_messages: bool = False,
         checkpoint_replicas: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[device] | None = None,

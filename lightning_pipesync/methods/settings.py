@@ -37,6 +37,7 @@ class Settings:
     former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = {}
 
     timeout_s: float = 1800.0
+    check_messages: bool = False
 
     # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"

@@ -17,10 +17,9 @@ for rings: see ring.py.
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.messages import Messages, Pending
 
 #: Maximum and minimum number of steps in flight; between these limits, as many as have these bytes. With 8 ranks at 200
 #: Mbit/s, slices of 64 KiB took 1.3 times as long all at once, and slices of 16 KiB 1.3 times as long two at a time.
@@ -42,8 +41,8 @@ class AllToAllExchange:
     ) -> None:
         self._messages, self._outgoing, self._incoming = messages, outgoing, incoming
         self._rank, self._world_size = messages.rank, messages.world_size
-        self._receiving: dict[int, dist.Work] = {}
-        self._sending: dict[int, dist.Work] = {}
+        self._receiving: dict[int, Pending] = {}
+        self._sending: dict[int, Pending] = {}
         self._next_step = 1
         if window is None:
             largest = max((message.nbytes for message in [*outgoing.values(), *incoming.values()]), default=0)

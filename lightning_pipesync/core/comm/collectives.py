@@ -148,7 +148,7 @@ class Collectives:
         if self._nccl is not None and flat.is_cuda:
             return self._handle("broadcast", self._nccl.broadcast(flat, src))
         host = flat.cpu()
-        work = self._gloo.group.broadcast(host.view(torch.uint8), src)
+        work = self._gloo.broadcast(host.view(torch.uint8), src)
 
         def wait() -> Tensor:
             sender = self.ranks[src]

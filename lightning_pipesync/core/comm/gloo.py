@@ -15,7 +15,7 @@ from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.all_to_all import AllToAllExchange
 from lightning_pipesync.core.comm.handle import Promise
-from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.messages import Messages, Pending
 from lightning_pipesync.core.comm.ring import RingExchange, ring_is_faster
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
@@ -38,11 +38,12 @@ class GlooExchange:
     Args:
         group: a Gloo process group that nothing else uses.
         watch: has the timeout of a message, and names the rank at fault if it does not arrive.
+        kind: the kind of messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watch: PeerWatch) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: PeerWatch, kind: type[Messages] = Messages) -> None:
         self.group = group
-        self._messages = Messages(group, 0, watch)
+        self._messages = kind(group, 0, watch)
         self._rank, self._world_size = self._messages.rank, self._messages.world_size
         self._pool = BufferPool()
         self._tag = self._small_tag = 0
@@ -57,6 +58,10 @@ class GlooExchange:
         self._small_tag = (self._small_tag + 1) % NUM_TAGS
         messages = self._messages.tagged(NUM_TAGS + self._small_tag)
         return AllToAllExchange(messages, outgoing, incoming, window=self._world_size)
+
+    def broadcast(self, flat: Tensor, src: int) -> Pending:
+        """Starts to copy rank ``src``'s ``flat`` to all ranks, in place."""
+        return self._messages.start_broadcast(flat, src)
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None

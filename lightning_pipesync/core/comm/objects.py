@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
 
+from lightning_pipesync.core.checksum import checksum
 from lightning_pipesync.core.comm.messages import Messages, ranks_of
 from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.faults.errors import DamagedMessageError
 from lightning_pipesync.core.faults.failure import PeerWatch
 
 #: What a NumPy number in a state, such as a learning rate, is made of.
@@ -24,8 +26,14 @@ NUMPY_NUMBERS: list[Any] = [
 ]
 
 
+#: Numbers in the header of an object or a state, see :func:`_header`.
+HEADER_WORDS = 3
+
+
 class Objects:
     """Exchanges objects and states among the ranks of a Gloo group, in ``range(world_size)``.
+
+    A header with a checksum comes before each: what was damaged is refused, by an error that names its sender.
 
     Attributes:
         ranks: what they are in the default process group.
@@ -43,11 +51,14 @@ class Objects:
             return [obj]
         wire = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         with self._traffic.waiting("objects"), self._watch.waiting("the objects of all ranks"):
-            sizes = self._gather(torch.tensor([wire.numel()]))
-            padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+            headers = self._gather(_header(wire))
+            sizes = [_size(header, rank) for header, rank in zip(headers, self.ranks, strict=True)]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: wire.numel()] = wire
-            wires = self._gather(padded)
-        return [pickle.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(wires, sizes, strict=True)]
+            wires = [each[:size] for each, size in zip(self._gather(padded), sizes, strict=True)]
+            for each, header, rank in zip(wires, headers, self.ranks, strict=True):
+                _check(each, header, rank)
+        return [pickle.loads(each.numpy().tobytes()) for each in wires]
 
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Returns every rank's ``state`` on rank 0, by rank, as :meth:`receive_state`, and None elsewhere; blocks."""
@@ -60,7 +71,7 @@ class Objects:
     def send_state(self, state: dict[str, Any], dst: int) -> None:
         """Sends a state to rank ``dst``, which calls :meth:`receive_state`; blocks."""
         wire = _written(state)
-        for message in (torch.tensor([wire.numel()]), wire):
+        for message in (_header(wire), wire):
             self._traffic.count("send", message.nbytes)
             with self._traffic.waiting("send"):
                 self._messages.wait_sent(self._messages.start_sending(message, dst), dst)
@@ -71,8 +82,12 @@ class Objects:
         Raises:
             TypeError: it holds an object that ``torch.load(weights_only=True)`` does not read from a checkpoint either.
         """
-        size = self._receive(torch.zeros(1, dtype=torch.int64), src)
-        return _read(self._receive(torch.empty(int(size), dtype=torch.uint8), src), src)
+        sender = self.ranks[src]
+        with self._messages.awaiting(src):
+            header = self._receive(torch.empty(HEADER_WORDS, dtype=torch.int64), src)
+            wire = self._receive(torch.empty(_size(header, sender), dtype=torch.uint8), src)
+            _check(wire, header, sender)
+        return _read(wire, src)
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -84,6 +99,23 @@ class Objects:
         with self._traffic.waiting("recv"):
             self._messages.wait_received(self._messages.start_receiving(message, src), src)
         return message
+
+
+def _header(wire: Tensor) -> Tensor:
+    """Returns the header of ``wire``: its size, its checksum, and the checksum of both."""
+    header = torch.cat([torch.tensor([wire.numel()]), checksum(wire)])
+    return torch.cat([header, checksum(header)])
+
+
+def _size(header: Tensor, sender: int) -> int:
+    if not torch.equal(checksum(header[:-1]), header[-1:]):
+        raise DamagedMessageError(sender)
+    return int(header[0])
+
+
+def _check(wire: Tensor, header: Tensor, sender: int) -> None:
+    if not torch.equal(checksum(wire), header[1:2]):
+        raise DamagedMessageError(sender)
 
 
 def _written(state: dict[str, Any]) -> Tensor:

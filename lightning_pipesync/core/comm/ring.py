@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.messages import Messages, Pending
 from lightning_pipesync.core.pool import BufferPool
 
 #: Slices of fewer bytes are faster all-to-all, and with 2 ranks there is nothing to gain. With 4 ranks, at 200 Mbit/s
@@ -65,7 +64,7 @@ class RingExchange:
             self._complete[owner] = len(self._pieces)
         self._num_sent_on = self._complete.get(owners[-2], 0)
         self._arrived = 0
-        self._receiving: deque[dist.Work] = deque()
+        self._receiving: deque[Pending] = deque()
         window = min(WINDOW, len(self._pieces))
         largest = max((piece.nbytes for piece in self._pieces), default=0)
         self._staging = [adding.take(largest) for _ in range(window)] if adding else []

@@ -61,7 +61,13 @@ def make_transport(device: torch.device, config: EAPipeConfig, backend: str | No
         place = dist.get_rank() % num_stages if config.neighbors == "stages" else dist.get_rank() // count
         line = line_of(place, num_stages, config) if fits else []
     try:
-        return Transport(device, timeout_s=config.timeout_s, backend=backend, replicas=line)
+        return Transport(
+            device,
+            timeout_s=config.timeout_s,
+            check_messages=config.check_messages,
+            backend=backend,
+            replicas=line,
+        )
     except DifferentLinesError as error:
         possible = [str(number) for number in range(1, num_ranks // 2 + 1) if num_ranks % number == 0]
         raise ValueError(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from lightning_pipesync.core.addresses import join_address, own_address, split_address
 from lightning_pipesync.core.comm.line import Line, give_up, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
-from lightning_pipesync.core.faults.errors import is_lost_peer
+from lightning_pipesync.core.faults.errors import DamagedMessageError, is_lost_peer
 from lightning_pipesync.core.faults.lighthouse import Lighthouse, Member, Standing
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class Sections:
         self._was_silent = False  # when it has asked last
         self._line: Line | None = None  # None: it is broken, or there is none yet
         self._made_in = ""  # the generation in which the line was made
-        self._members: list[Member] = []  # of the line
+        self._members: list[Member] = []  # of the last line on which all have met
+        self._on_line: list[Member] = []  # of the present one, in the order of its ranks
         self._next: Agreement | None = None  # which is one of the next section, too
 
     @property
@@ -233,6 +234,11 @@ class Sections:
                 self.close()
                 raise
             lost = error
+            if isinstance(error.__cause__, DamagedMessageError):
+                if self._method.transport.watch.fault is not None:  # the sender is a rank of this job
+                    self.close()
+                    raise
+                self._warn_of_damage(error.__cause__.sender)
             self._break()
         if all(self._job.gather_objects(lost is None)):
             return True
@@ -286,6 +292,7 @@ class Sections:
         before, ids = self._members, _ids(members)
         self._break()
         line = self._line = Line(self._stores(members), ids.index(self.id), key, self._timeout)
+        self._on_line = members
         first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
         self._method.regroup(line, snapshot, first_rank, new_ranks)
         self._members = members
@@ -309,6 +316,13 @@ class Sections:
             self._line.close()
             self._line = None
         self._method.transport.end_waits_for_shards()
+
+    def _warn_of_damage(self, sender: int) -> None:
+        warnings.warn(
+            f"A message from {self._on_line[sender].described} was damaged on its way to this replica: they repeat "
+            "their part of the round. If that happens again, check the memory and the network of both.",
+            stacklevel=2,
+        )
 
     def _warn(self, before: list[Member], members: list[Member]) -> None:
         if members[0].id != self.id or self._job.rank != 0 or not self.has_joined:
