@@ -73,7 +73,9 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return dict(self.drilled.settings)
+        """Of the method: those of its variant, and those with which the faults are detected."""
+        of_faults = {name: value for strike in self.strikes for name, value in strike.kind.settings.items()}
+        return {**self.drilled.settings, **of_faults}
 
     @property
     def repeatable(self) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,7 @@ class Fault:
         of_launcher: whether it needs a launcher, which then runs the store of the job.
         subjects: what it can strike.
         ends_job: whether a job that it strikes ends at once, so that it may start again.
+        settings: of the method, with which it is detected.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Fault:
     combines = True
     subjects: tuple[str, ...] = SUBJECTS
     own_error = "(?!)"
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def prepare(self, scene: Scene) -> None:
         """Called by the supervisor before ranks start."""
@@ -229,9 +232,10 @@ class NotANumber(Fault):
 
 
 class BitFlip(Fault):
-    """One bit of a message is another one when it is sent."""
+    """One bit of a message is another one when it is sent, after its checksum was made."""
 
     name, phases, spares, combines, subjects = "bitflip", ("collective",), True, False, (RANKS,)
+    settings = MappingProxyType({"check_messages": True})
 
     @override
     def strike(self, gate: Gate, number: int) -> None:

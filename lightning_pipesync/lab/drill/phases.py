@@ -79,6 +79,7 @@ class Gate:
             self._connection.send(event)
 
     def _watch_messages(self) -> None:
+        """Meets each message below its checksum, and the checksums."""
         send = Messages.start_sending
 
         def start_sending(messages: Messages, tensor: Tensor, peer: int) -> Any:
