@@ -197,7 +197,7 @@ def test_wrong_options_are_refused(words: list[str], said: str, capsys: pytest.C
 
 
 def test_faults_strike_and_are_judged(tmp_path: Path) -> None:
-    """One of each verdict; what nothing detects today, a flipped bit, is a failure, and says so."""
+    """One of each verdict that a training can have which is as it should be."""
     exact, replicas = "dear", "local_sgd"
     strikes = {
         "ended": (exact, 2, [Strike("kill", 1, "forward", 4)]),
@@ -228,7 +228,11 @@ def test_faults_strike_and_are_judged(tmp_path: Path) -> None:
     assert records["corrupt"]["resumed_from"] == "at-3"
     assert verdict_of("survived") == "survived: weights as an undisturbed run"
     assert records["survived"]["faults"][0]["proof"].startswith("state T of process ")
-    assert verdict_of("flipped").startswith("failed: silent difference: ")
+    assert verdict_of("flipped").startswith("ended: RuntimeError: Rank 1 (host ")
+    assert "a message from it was damaged on its way to rank 0" in records["flipped"]["why"]
+    assert records["flipped"]["settings"]["check_messages"] is True
+    assert "check_messages" not in records["ended"]["settings"]
+    assert records["flipped"]["resumed_from"] == "at-3"
     assert verdict_of("not fired").startswith("not fired: ")
     assert verdict_of("two").startswith("ended: RuntimeError: ")
     proofs = [strike["proof"] for strike in records["two"]["faults"]]

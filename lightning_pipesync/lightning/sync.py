@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
+#: What this rank's weights are if a flush has found that ranks hold different ones.
+RIGHT_OR_WRONG = "those of rank 0, right or wrong, as the ranks hold different ones: resume from an earlier checkpoint"
+
+
 class SyncStrategyMixin(JoiningMixin):
     """Translates the Trainer's hooks into the calls of a :class:`SyncMethod`.
 
@@ -256,7 +260,8 @@ class SyncStrategyMixin(JoiningMixin):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.method is not None and self._interrupted:
-            self._weights_after_error = self.method.give_up()
+            words = self.method.give_up()
+            self._weights_after_error = RIGHT_OR_WRONG if self.method.weights_differ else words
         elif self.method is not None and not self.method.flushed:
             self.flush()
             self._flushed_to_save = True  # saving may interrupt a step, which resumes afterwards

@@ -37,6 +37,7 @@ from lightning_pipesync.core.dtensors import (
 )
 from lightning_pipesync.core.faults.lighthouse import ADDRESS
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
+from lightning_pipesync.core.held_weights import DifferentWeightsError, HeldWeights, check_held
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
 from lightning_pipesync.core.torch_private import is_dtensor, reshard, watch_collectives
@@ -76,6 +77,7 @@ class SyncMethod(StepCalls):
         config: the settings.
         same_weights: whether all ranks have the same weights and optimizer states at every step. What is loaded into
             them is then compared at the first step and at each :meth:`flush`, and refused if it differs.
+        weights_differ: whether a flush has found that ranks hold different weights, and raised.
         updates_by_own_steps: whether the user's optimizers update the weights, each by its own step on all of them.
 
     Raises:
@@ -86,6 +88,7 @@ class SyncMethod(StepCalls):
 
     same_weights: ClassVar[bool] = False
     updates_by_own_steps: ClassVar[bool] = False
+    weights_differ = False
 
     def __init__(
         self,
@@ -313,6 +316,22 @@ class SyncMethod(StepCalls):
                 named = [(name, local_of(parameter)) for name, parameter in self._module.named_parameters()]
                 check_same_values(self.transport, named, self.optimizers, weights=True)
                 check_copies(self.transport, named)
+
+    def _compare_weights(self) -> None:
+        """Compares the consolidated weights over the ranks, see [Note: a bit that changed]; a collective call.
+
+        Raises:
+            RuntimeError: on every rank: ranks that must hold the same weights do not.
+        """
+        transport, shards = self.transport, self.transport.shards
+        named = [(parameter.name, parameter.tensor) for parameter in self._agreed]
+        part = 0 if shards is None else shards.rank
+        held = HeldWeights.of_this_process(transport.job.rank, named, part)
+        try:
+            check_held(transport.job, held, among=transport, beside=shards)
+        except DifferentWeightsError:
+            self.weights_differ = True
+            raise
 
     def _broadcast_buffers(self) -> None:
         """Makes the buffers of all ranks rank 0's: also of those that hold a replica together, each with its own."""

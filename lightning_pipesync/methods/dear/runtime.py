@@ -240,6 +240,7 @@ class DeAR(SyncMethod):
         """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""
         self.synchronize()
         self._compare_loaded()
+        self._compare_weights()
         self._broadcast_buffers()
         self.flushed = True
 

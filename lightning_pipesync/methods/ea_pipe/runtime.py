@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same, describe, on_all_ranks
+from lightning_pipesync.core.held_weights import HeldWeights, check_held
 from lightning_pipesync.core.layers import numbers_of_parameters
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
@@ -175,6 +176,9 @@ class EAPipe(PipelineMethod):
             for stage in self._stages:
                 with self._receiving("the end of the mini-batches"):
                     stage.finish()
+        if not self.flushed and self.transport is not None and self.config.num_pipelines > 1:
+            part = rank_of(places_of(self.transport).rank, self.num_stages)
+            self._compare_weights(self._split.tensors_of(part), part, self.transport, places_of(self.transport))
         self.flushed = True
 
     def infer(self, source: Source) -> Any:
@@ -197,6 +201,8 @@ class EAPipe(PipelineMethod):
             # Through .data, so that autograd's version counters do not count this as a write to the master.
             exchange_fused([tensor.data for tensor in self._split.tensors_of(stage)], PIECE_MB, broadcast)
         exchange_fused([tensor.data for tensor in self._others], PIECE_MB, broadcast_from)  # with the last stage
+        line = self.transport if self.config.num_pipelines > 1 else None
+        self._compare_weights(self._model.parameters(), 0, places_of(self.transport), line)
 
     @property
     def cuts(self) -> list[int]:
@@ -365,6 +371,16 @@ class EAPipe(PipelineMethod):
         pipeline = 0 if line is None else line.rank  # each draws random numbers of its own
         config = replace(self.config, seed=self.config.seed + pipeline)
         return kind(layers, others, self._optimizer_factory, schedule, config, channels, self._device, line)
+
+    def _compare_weights(
+        self, tensors: Iterable[Tensor], part: int, among: Collectives, beside: Collectives | None
+    ) -> None:
+        """Compares parameters of the master, see :func:`check_held`; a collective call of all ranks."""
+        assert self.transport is not None
+        chosen = set(map(id, tensors))
+        named = [(name, parameter) for name, parameter in self._model.named_parameters() if id(parameter) in chosen]
+        job = self.transport.job
+        check_held(job, HeldWeights.of_this_process(job.rank, named, part), among, beside)
 
     @contextmanager
     def _receiving(self, what: str) -> Iterator[None]:

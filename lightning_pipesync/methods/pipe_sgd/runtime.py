@@ -171,6 +171,7 @@ class PipeSGD(SyncMethod):
         """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""
         self._flushed_pipes += self._prediction.restore_true_weights()
         self._compare_loaded()  # and waits: broadcasts and all-reduces have one order on all ranks
+        self._compare_weights()
         self._broadcast_buffers()
         self.flushed = True
 

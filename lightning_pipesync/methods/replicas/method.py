@@ -228,6 +228,7 @@ class ReplicaMethod(SyncMethod):
             return
         self.synchronize()
         self._together(self._consolidate)
+        self._compare_weights()
         for follower in self._followers:
             follower.keep_average()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipesync.core.held_weights import HeldWeights, difference
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.messages import (
     Batch,
@@ -26,6 +27,7 @@ from lightning_pipesync.methods.servers.messages import (
     Gradient,
     Refused,
     Request,
+    SameWeights,
     Update,
     UpdateSettings,
 )
@@ -60,6 +62,8 @@ class Coordinator:
         self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
         self._reloading: set[int] = set()  # the ranks that retire because they have loaded weights or states
         self._settings: dict[Gradient, UpdateSettings] = {}  # of the pushed gradients
+        self._same: set[int] = set()  # the ranks that got the same weights last, and are not lost
+        self._held: dict[int, HeldWeights] = {}  # by those of them that have told
         self._lock = threading.Lock()
 
     @property
@@ -94,6 +98,13 @@ class Coordinator:
             if rank not in self._lost:
                 self._buffers[rank] = buffers
 
+    def compare_weights(self, held: HeldWeights) -> None:
+        """Compares what a rank holds, after all have retired, with the others, once all have told."""
+        with self._lock:
+            if held.rank not in self._lost:
+                self._held[held.rank] = held
+                self._compare_if_complete()
+
     def hand_out(self, rank: int, ask: BatchRequest) -> None:
         """Sends a learner the number of its next batch, once this rank knows what an earlier run has handed out."""
         with self._lock:
@@ -109,9 +120,12 @@ class Coordinator:
             self._lost.add(rank)
             self._buffers.pop(rank, None)
             self._reloading.discard(rank)
+            self._same.discard(rank)
+            self._held.pop(rank, None)
             self._send(rank, Evicted())
             incomplete = [Decision(dropped=gradient) for gradient in self._arrivals.forget_rank(rank)]
             self._decide([*incomplete, *self._sequencer.lose(rank)])
+            self._compare_if_complete()
 
     def is_evicted(self, rank: int) -> bool:
         """Returns whether a rank counts as lost, and if so notifies it."""
@@ -162,6 +176,8 @@ class Coordinator:
                     self.log.append(update)
             if decision.whole and self._refuse_partial_reload(decision.released):
                 continue
+            if decision.whole:
+                self._same = set(decision.released)
             for rank in self._followers:
                 if rank not in self._lost:
                     self._send(rank, decision)
@@ -169,6 +185,14 @@ class Coordinator:
                 for rank in decision.released:
                     self._send(rank, FlushedBuffers(self._buffers[min(self._buffers)]))
                 self._buffers = {}
+
+    def _compare_if_complete(self) -> None:
+        if not self._held or self._held.keys() != self._same:
+            return
+        text = difference([self._held[rank] for rank in sorted(self._held)])
+        for rank in self._held:
+            self._send(rank, Refused(text) if text else SameWeights())
+        self._held = {}
 
     def _refuse_partial_reload(self, ranks: Sequence[int]) -> bool:
         """Makes all ranks raise, and returns True, if some of those that have retired have loaded a state."""

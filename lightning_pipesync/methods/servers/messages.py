@@ -166,6 +166,11 @@ class FlushedBuffers:
 
 
 @dataclass(frozen=True)
+class SameWeights:
+    """All ranks hold the same weights, by what each has told the coordinator at a flush."""
+
+
+@dataclass(frozen=True)
 class StatesRequest:
     """A rank asks a server for its part of an optimizer's state."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.methods.servers.config import Roles
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.messages import (
@@ -26,6 +27,7 @@ from lightning_pipesync.methods.servers.messages import (
     PushArrived,
     Refused,
     Request,
+    SameWeights,
     States,
     StatesRequest,
     WeightsMessage,
@@ -91,6 +93,11 @@ class MessageRouter:
         [(_, buffers)] = self._await(FlushedBuffers, "the buffers of the first learner")
         return buffers.values
 
+    def compare_weights(self, held: HeldWeights) -> None:
+        """Tells the coordinator what this rank holds, after all have retired; blocks until all hold the same."""
+        self.send(COORDINATOR, held)
+        self._await(SameWeights, "all ranks to compare their weights")
+
     def states_of(self, optimizer: int) -> list[dict[str, Any]]:
         """Returns each server's part of an optimizer's state, by parameter name; not a collective call."""
         for server in range(self.num_servers):
@@ -129,7 +136,7 @@ class MessageRouter:
     def _deliver(self, rank: int, message: Any) -> None:
         server, coordinator = self._server, self._coordinator
         match message:
-            case Push() | Request() | LearnerBuffers() | BatchRequest() if coordinator.is_evicted(rank):
+            case Push() | Request() | LearnerBuffers() | HeldWeights() | BatchRequest() if coordinator.is_evicted(rank):
                 pass
             case Push(gradient, settings):
                 assert server is not None
@@ -146,6 +153,8 @@ class MessageRouter:
                 coordinator.hand_out(rank, message)
             case LearnerBuffers(values):
                 coordinator.keep_buffers(rank, values)
+            case HeldWeights():
+                coordinator.compare_weights(message)
             case StatesRequest(optimizer):
                 self.send(rank, States(self._part(optimizer)))
             case PartialSums():

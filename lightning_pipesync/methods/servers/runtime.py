@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.loads import hook_loading
@@ -84,6 +85,7 @@ class ParameterServer(SyncMethod):
         transport, config, kind = self.transport, self.config, self._learner_type
         self._roles = roles = config.roles(transport.world_size)
         self.only_serves = transport.rank not in roles.learners
+        self._served = [(parameter.name, parameter.tensor) for parameter in parameters if parameter.group]
         self._buckets = shared_buckets(parameters, roles.num_servers, config)
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
@@ -238,6 +240,8 @@ class ParameterServer(SyncMethod):
         self._learner.retire()
         for buffer, value in zip(buffers, self._router.flushed_buffers() if buffers else (), strict=True):
             buffer.copy_(value)
+        # Not by a collective: where training survives a loss, a rank may be lost at any time.
+        self._router.compare_weights(HeldWeights.of_this_process(self.transport.rank, self._served))
         self.flushed = True
 
     def resume(self) -> None:

@@ -1,0 +1,134 @@
+"""What ranks hold of weights that must be the same on all of them, compared by checksums.
+
+[Note: a bit that changed]
+A bit that changes in a rank's memory, or in a message, makes ranks train different weights from then on, without a
+word. So they are compared each time that they are consolidated, before a checkpoint can be written: by 8 bytes of each
+rank. Only if these differ, the ranks exchange the checksums of all parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.checksum import checksum
+from lightning_pipesync.core.comm.collectives import DIGEST_BYTES, Collectives
+from lightning_pipesync.core.comm.objects import Objects
+from lightning_pipesync.core.faults.errors import mark_as_naming
+
+REMEDY = (
+    "Unless something has written to the weights of some ranks alone, a bit has changed in memory or in a message: "
+    "resume from the last checkpoint. With check_messages=True messages are checked; memory with ECC corrects bits."
+)
+
+
+class DifferentWeightsError(RuntimeError):
+    """Ranks that must hold the same weights do not."""
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """What a rank holds of the weights.
+
+    Args:
+        rank: in the default process group.
+        host: its name.
+        pid: of the rank's process.
+        part: its part of the model: only ranks with the same one must hold the same.
+        names: of the parameters.
+        sums: their checksums.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    part: int
+    names: list[str]
+    sums: list[int]
+
+    @classmethod
+    def of_this_process(cls, rank: int, named: Sequence[tuple[str, Tensor]], part: int = 0) -> HeldWeights:
+        names = [name for name, _ in named]
+        return cls(rank, socket.gethostname(), os.getpid(), part, names, _sums([tensor for _, tensor in named]))
+
+    @property
+    def digest(self) -> bytes:
+        """8 bytes, of all sums in their order."""
+        places = torch.arange(1, 2 * len(self.sums), 2)
+        return bytes(checksum(torch.tensor(self.sums, dtype=torch.int64) * places).view(torch.uint8).tolist())
+
+    @property
+    def described(self) -> str:
+        return f"{self.rank} (host {self.host}, pid {self.pid})"
+
+
+def check_held(job: Objects, held: HeldWeights, among: Collectives, beside: Collectives | None = None) -> None:
+    """Compares what ranks hold; a collective call of all ranks of the job.
+
+    Args:
+        job: of all ranks.
+        held: by this one.
+        among: the ranks that must hold the same.
+        beside: one rank of each other group of such ranks; None: there are none.
+
+    Raises:
+        DifferentWeightsError: on every rank: they differ. It names the ranks that hold others than most, and a
+            parameter.
+    """
+    differ = len(set(among.exchange_digests(held.digest))) > 1
+    if beside is not None:
+        differ = any(any(digest) for digest in beside.exchange_digests(bytes([differ] * DIGEST_BYTES)))
+    if differ and (text := difference(job.gather_objects(held))):
+        raise mark_as_naming(DifferentWeightsError(text))
+
+
+def difference(of_ranks: Sequence[HeldWeights]) -> str:
+    """Returns in words how ranks differ, and what to do; an empty text if they do not."""
+    for part in sorted({held.part for held in of_ranks}):
+        members = [held for held in of_ranks if held.part == part]
+        sums = [tuple(held.sums) for held in members]
+        if len(set(sums)) > 1:
+            first = next(i for i, values in enumerate(zip(*sums, strict=True)) if len(set(values)) > 1)
+            [(usual, number), *_] = Counter(sums).most_common()
+            most = [held for held in members if tuple(held.sums) == usual]
+            others = [held for held in members if held not in most]
+            if 2 * number <= len(members):
+                return _without_majority(members, first)
+            return _of_minority(others, most, first)
+    return ""
+
+
+def _of_minority(others: Sequence[HeldWeights], most: Sequence[HeldWeights], first: int) -> str:
+    who = f"Rank {others[0].described} is" if len(others) == 1 else f"Ranks {_listed(others)} are"
+    whose = "its weights differ" if len(others) == 1 else "their weights differ"
+    values = ", ".join(f"{held.sums[first] % 2**64:016x}" for held in others)
+    return (
+        f"{who} at fault: {whose} from those of rank {', '.join(str(held.rank) for held in most)}, first in parameter "
+        f"{most[0].names[first]} (checksum {values}, not {most[0].sums[first] % 2**64:016x}). {REMEDY}"
+    )
+
+
+def _without_majority(members: Sequence[HeldWeights], first: int) -> str:
+    values = "; ".join(f"rank {held.described} has {held.sums[first] % 2**64:016x}" for held in members)
+    where = f"first in parameter {members[0].names[first]}, whose checksum is another one"
+    return f"The ranks hold different weights, {where}: {values}. {REMEDY}"
+
+
+def _listed(ranks: Sequence[HeldWeights]) -> str:
+    return ", ".join(held.described for held in ranks)
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns the checksums of tensors, with one copy from each device."""
+    sums = [checksum(tensor) for tensor in tensors]
+    found = torch.zeros(len(sums), dtype=torch.int64)
+    for device in {one.device for one in sums}:
+        places = [place for place, one in enumerate(sums) if one.device == device]
+        found[places] = torch.cat([sums[place] for place in places]).cpu()
+    return found.tolist()
