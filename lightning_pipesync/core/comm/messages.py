@@ -1,9 +1,9 @@
 """Messages between the ranks of a Gloo process group.
 
 [Note: checksums]
-A checksum of what a rank sends follows as a message of its own, of 8 bytes, on the same tag, which keeps its order: one
-more message costs less than a copy of the tensor that has room for it. The receiver compares, before anybody reads the
-tensor. A ring forwards what was compared, with a checksum of its own: so the neighbor that has sent is named.
+A checksum of what a rank sends follows as a message of its own, of 8 bytes, on the same tag, which keeps its order: so
+the tensor need not be copied into one that has room for both. The receiver compares, before anybody reads the tensor. A
+ring forwards what was compared, with a checksum of its own: so the neighbor that has sent is named.
 """
 
 from __future__ import annotations
