@@ -103,6 +103,36 @@ def test_a_lost_rank_is_named_and_the_others_go_on(how: int) -> None:
         assert "at fault" in outcome[1]
 
 
+def lose_two() -> list[tuple[int, list[float]]] | None:
+    """Freezes ranks 1 and 2; returns on rank 0 which was lost, and when each was heard of, as it was known then."""
+    be_patient()
+    recorder = Recorder(timeout_s=10.0)
+    if recorder.transport.rank > 0:
+        time.sleep(3.0 * (recorder.transport.rank - 1))  # so that they are not named at once
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    found = Messages.failed_receive
+
+    def slowly(messages: Messages, error: Exception, peer: int) -> RuntimeError:
+        time.sleep(4.0)  # longer than the interval of signs of life, as where no store answers
+        return found(messages, error, peer)
+
+    losses = []
+    with patch.object(Messages, "failed_receive", slowly):
+        for _ in range(2):
+            lost, _ = recorder.lost.get(timeout=60)
+            losses.append((lost, [inbox.heard for inbox in recorder.mail._inboxes]))
+    recorder.mail.close(1.0)
+    kill_stopped_siblings()
+    return losses
+
+
+def test_who_names_one_lost_rank_for_long_does_not_forget_how_long_another_is_silent() -> None:
+    (first, heard), (second, still) = launch(lose_two, 3, may_die=(1, 2))[0]
+    assert {first, second} == {1, 2}
+    assert heard == still
+
+
 def end_with_an_error() -> tuple[int, str] | None:
     recorder = Recorder()
     if recorder.transport.rank == 1:

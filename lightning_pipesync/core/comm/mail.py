@@ -184,7 +184,6 @@ class Mail:
             if now - last > self._interval_s:  # this process was frozen, too
                 for inbox in listened.values():
                     inbox.heard = now
-            last = now
             for inbox in list(listened.values()):
                 outbox = self._outboxes[inbox.peer]
                 if outbox.broken_by is not None:
@@ -201,6 +200,7 @@ class Mail:
                     del listened[inbox.peer]
                     inbox.is_lost = True
                     self._lose(inbox.peer, error)
+            last = time.monotonic()  # to name a lost rank may take long
 
 
 class _Outbox:
