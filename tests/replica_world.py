@@ -86,6 +86,7 @@ class Process:
         self.world.note(self)
         while len(self.method.rounds) < self.world.num_rounds:
             each.send_rest()
+            self.method.data.offset += self.method.data.size  # a step
             asks = not self.world.unasked or len(self.method.rounds) % self.world.unasked == 0
             each.run(self.method.section, self.method.snapshot(), asks=asks)
             self.world.note(self)
@@ -94,6 +95,17 @@ class Process:
         self.left = True
         each.close()
         return "done"
+
+
+class Data:
+    """The place in the data: those who divide them are done with one sample each after a step."""
+
+    def __init__(self, method: Method) -> None:
+        self._method, self.offset, self.size = method, 0, 0
+
+    def redivide(self, among: tuple[int, int] | None = None) -> None:
+        line = self._method._line
+        self.size = (among or (line.rank, line.size))[1]
 
 
 class Method:
@@ -107,7 +119,7 @@ class Method:
             end_waits_for_shards=lambda: None,
             exchange_flags=lambda flag: self._line.start(("flag", flag)),
         )
-        self.data = SimpleNamespace(redivide=lambda: None)
+        self.data = Data(self)
         self._line: Line
         self._waiting: list[int] = []
 
@@ -129,10 +141,10 @@ class Method:
     def regroup(self, line: Line, snapshot: Any, first: int, new: Sequence[int]) -> None:
         self._line, self._waiting = line, []
         if line.rank in new:
-            snapshot = line.receive(first)
+            snapshot, self.data.offset = line.receive(first)
         elif line.rank == first:
             for rank in new:
-                line.send(rank, snapshot)
+                line.send(rank, (snapshot, self.data.offset))
             self._waiting = list(new)
         line.start(("outer state",)).wait()
         self.rounds = snapshot
@@ -259,6 +271,7 @@ class World:
         self.num_quorums, self.clock = 0, 0.0
         self.outsiders: set[str] | None = None  # those without whom training has ended, once it has
         self.found: dict[int, tuple[tuple[str, ...], ...]] = {}  # the rounds after each number of them
+        self.places: dict[int, int] = {}  # the place in the data then
         for rank in range(num_replicas):
             self.come(str(rank))
         self.survivor = self.random.choice(self.processes)
@@ -279,6 +292,8 @@ class World:
         if process is self.survivor and len(rounds) == self.num_rounds:
             self.outsiders = {each.id for each in self.processes if each.id not in rounds[-1] or each.frozen}
         assert self.found.setdefault(len(rounds), rounds) == rounds, "replicas have different weights"
+        place = process.method.data.offset
+        assert self.places.setdefault(len(rounds), place) == place, "replicas are at different places in the data"
 
     def quorum(self) -> list[str]:
         """Returns who is in the next quorum, if there is one now: when all who live, and were in the last, have asked.

@@ -21,7 +21,7 @@ from tests.lost_ranks import die, freeze, stopped, wait_for, wake, write
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
 from tests.replica_jobs import TIMEOUT_S, become_replica, lighthouse
-from tests.test_replica_jobs_lost import DILOCO, NESTEROV, when_called
+from tests.test_replica_jobs_lost import DILOCO, NESTEROV, die_while_sending, when_called
 
 #: The step before which one is lost, from 0 on; and how many samples the data has.
 LOST_AT, SAMPLES = 4, 4000
@@ -122,6 +122,8 @@ class Training:
         }
         if self.job.fate in dies:
             when_called(*dies[self.job.fate], 0, die)
+        elif self.job.fate == "die in the flag":  # one of the others has taken it in, and the other has not
+            when_called(Sections, "_commit", 0, die_while_sending)
 
     def _train(self, outcome: dict[str, Any]) -> None:
         sync, counter = self.sync, Counter()
@@ -257,6 +259,7 @@ def test_those_that_come_start_from_the_others_state(tmp_path: Path) -> None:
 def test_one_that_is_not_taken_in_does_not_keep_the_others(tmp_path: Path) -> None:
     fates = ("die asking", "die in the handover", "another period", "another model")
     jobs = {fate: Job(DILOCO, NESTEROV, replicas=2, comes=(2,), fate=fate) for fate in fates}
+    jobs["die in the flag"] = Job(replicas=2, comes=(2,), fate="die in the flag")
     # It has a part of the outer state already, if there is one, which is lost with it.
     jobs["die before the rest"] = Job(replicas=2, comes=(2,), fate="die before the rest")
     outcomes = run(jobs, tmp_path)

@@ -7,12 +7,14 @@ import pytest
 from tests.replica_world import World
 
 SEEDS, ROUNDS = 300, 5
+#: Of worlds in which some have taken in a replica that dies before all others have.
+RARE = (762, 866, 1070, 1559)
 
 
 def test_all_that_continue_have_the_same_rounds() -> None:
     """And no replica waits for ever, or ends without a word."""
     ends: dict[str, int] = {}
-    for seed in range(SEEDS):
+    for seed in (*range(SEEDS), *RARE):
         world = World(seed, num_replicas=2 + seed % 3, num_rounds=ROUNDS, faults=seed % 7, unasked=seed // 21 % 4)
         try:
             world.run()

@@ -98,13 +98,15 @@ class TrainingData:
         if self._arrived:
             loader.load_state_dict(self._arrived.pop(0))
 
-    def redivide(self) -> None:
+    def redivide(self, among: tuple[int, int] | None = None) -> None:
         """Divides what is left of the epoch among the members of ``transport``, from the next batch of each loader on.
 
         All members call it after the same step; not a collective call. If the members are the same, nothing changes.
+        ``among`` (k, n): with this one as the k-th of n members, in place of those of ``transport``.
         """
+        place = self.transport.place_of_data if among is None else self.transport.place_of_data_among(*among)
         for loader in self._present():
-            loader.redivide(self.transport.place_of_data)
+            loader.redivide(place)
 
     def position(self) -> list[dict[str, Any]]:
         """Returns the place of each loader in the order in which they were prepared, for :meth:`go_to` elsewhere.

@@ -219,9 +219,13 @@ class Transport(Collectives):
     @property
     def place_of_data(self) -> tuple[int, int]:
         """The place of this rank's data, and their number: those of ranks that hold no shards of the same layers."""
+        return self.place_of_data_among(self.rank, self.world_size)
+
+    def place_of_data_among(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Returns :attr:`place_of_data` as ``rank`` of ``world_size`` replicas."""
         own = dist.get_rank()
         readers = self.ranks_of_replica if self._readers is None else self._readers
-        return self.rank * len(readers) + readers.index(own), self.world_size * len(readers)
+        return rank * len(readers) + readers.index(own), world_size * len(readers)
 
     def sum_over_shards(self, value: float) -> float:
         """Returns the sum of what the ranks of a replica have, the same on all of them; a call of all of them."""

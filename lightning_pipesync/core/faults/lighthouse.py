@@ -49,6 +49,8 @@ class Standing:
     connected: bool = False  # whether it has a group with the others of that quorum
     joins: bool = False  # whether it is about to begin, and not at the end of a step
     ends: bool = False  # whether it asks for the last time, at the end of its training
+    steps_after: int = -1  # after how many sections it has taken its last steps
+    shared_by: tuple[str, ...] = ()  # the ids of those who had a share of the data in these steps
 
 
 @dataclass(frozen=True)
@@ -205,4 +207,5 @@ class Lighthouse:
 
 
 def _read(data: dict[Any, Any]) -> dict[str, Any]:
-    return {**data, "standing": Standing(**data["standing"])}
+    standing = {**data["standing"], "shared_by": tuple(data["standing"]["shared_by"])}
+    return {**data, "standing": Standing(**standing)}

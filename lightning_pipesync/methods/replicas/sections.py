@@ -13,8 +13,8 @@ When that is complete, the others make another group, with it, and the first of 
 
 [Note: one question for two sections]
 One that has broken off a section which turns out to be complete asks while others are at the next section. Their answer
-is one of both: it does not ask again before the next one. Until then it also keeps its share of the data, as the others
-did.
+is one of both: it does not ask again before the next one. Until then it has the share of the data that the others had
+meanwhile: also that among those with one that they have taken in, and that was lost while this one did so.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Sections:
         self.id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
         self.completed, self.generation, self.has_joined = 0, "", False
         self.took_part: list[str] = []
+        self._shared_by: tuple[str, ...] = ()  # the data
+        self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
         self._was_silent = False  # when it has asked last
         self._line: Line | None = None  # None: it is broken, or there is none yet
         self._made_in = ""  # the generation in which the line was made
@@ -102,6 +104,7 @@ class Sections:
                 # Others have completed a section before they take new ones in.
                 self.completed, self.generation = agreement.completed + (not starts), agreement.generation
                 self.has_joined = True
+                self._go_on()
 
     def end(self, section: Callable[[], object]) -> None:
         """Runs a last section if all others end, too; otherwise they go on without this replica."""
@@ -148,16 +151,18 @@ class Sections:
                 continue
             if stands:
                 self._next = agreement
-                return
+                self._divide_as_others(agreement)
+                break
             if self._attempt(agreement, partial(self._complete, agreement, section)):
                 self.completed, self.took_part = number, self.members
             if self.completed == number and self._attempt(agreement, self._commit):
                 is_final = True
                 if not agreement.new:
                     self._attempt(agreement, self._method.launch)  # the next section finds out that one is lost
-                    return
+                    break
                 if self._attempt(agreement, partial(self._take_in, agreement)):
-                    return
+                    break
+        self._go_on()
 
     def send_rest(self) -> None:
         """Has the method send new replicas the rest; the next section finds out whether one is lost."""
@@ -188,7 +193,7 @@ class Sections:
     def _agree(self, undoable: bool = False, ends: bool = False) -> Agreement:
         """Asks for a quorum, on the first rank of the job, and returns what it agrees on, on all of them."""
         standing = Standing(
-            self.completed, self.generation, undoable, self._line is not None, not self.has_joined, ends
+            self.completed, self.generation, undoable, self._line is not None, not self.has_joined, ends, *self._steps
         )
         quorum = None if self._lighthouse is None else self._lighthouse.ask(standing)
         was_silent = self._lighthouse and self._lighthouse.was_silent
@@ -255,7 +260,7 @@ class Sections:
             self._take_in(agreement)
         if is_first:
             self._method.send_rest()
-            self._method.data.redivide()
+            self._divide()
         else:
             self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
 
@@ -268,7 +273,7 @@ class Sections:
             self._made_in = agreement.generation
 
     def _complete(self, agreement: Agreement, section: Callable[[], object]) -> None:
-        self._method.data.redivide()
+        self._divide()
         section()
         if agreement.new:
             self._method.launch()
@@ -278,7 +283,25 @@ class Sections:
         """Makes a group with those that are new, and hands over what those that continue know."""
         first, snapshot = agreement.continuing[0], self._method.snapshot()
         self._connect(agreement.members, self._key(agreement, "new"), snapshot, first, agreement.new)
-        self._method.data.redivide()
+        self._divide()
+
+    def _divide(self, among: Sequence[str] = ()) -> None:
+        """Divides the data among these ids, or the members of the line."""
+        shared_by = tuple(among or self.members)
+        self._method.data.redivide((shared_by.index(self.id), len(shared_by)))
+        self._shared_by = shared_by
+
+    def _divide_as_others(self, agreement: Agreement) -> None:
+        """Divides the data as those have done who have gone on after the section; if there are none, among its members.
+
+        They may have taken in one that this replica has not.
+        """
+        ahead = [one.standing for one in agreement.continuing if one.standing.steps_after == agreement.completed]
+        self._divide(ahead[0].shared_by if ahead else self.took_part)
+
+    def _go_on(self) -> None:
+        """Notes who has a share of the data in the steps that follow."""
+        self._steps = self.completed, self._shared_by
 
     def _connect(
         self,
