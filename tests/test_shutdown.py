@@ -53,3 +53,24 @@ def test_the_default_group_ends_with_its_threads() -> None:
     before, _, at_the_end = result.stdout.partition("at the end:")
     assert "gloo" in before
     assert "gloo" not in at_the_end
+
+
+LATE = """
+import threading, time
+from lightning_pipesync.core.faults import shutdown
+thread = threading.Thread(target=lambda: time.sleep({seconds}), name="late", daemon=True)
+thread.start()
+shutdown.join_thread(thread, 0.1)
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last", "status"), [(3, "", 0), (1000, "shutdown.LAST_S = 0.5", 1), (3, "1 / 0", 1)]
+)
+def test_a_thread_that_ends_late_does_not_change_the_exit_status(seconds: int, last: str, status: int) -> None:
+    """One that does not end does, and says so."""
+    script = LATE.format(seconds=seconds, last=last)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert result.returncode == status, result.stderr
+    assert ("the thread late does not end" in result.stderr) == (seconds == 1000), result.stderr

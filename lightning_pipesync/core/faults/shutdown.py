@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
@@ -17,6 +18,9 @@ import torch.distributed.nn.functional  # before there is a default group, see b
 
 #: Maximum seconds to wait for a thread after an error: the peers that it waits for may be gone.
 AFTER_ERROR_S = 1.0
+
+#: Maximum seconds to wait for a thread at the very end of a process that has succeeded: longer than a store's answer.
+LAST_S = 10.0
 
 #: Threads that did not end in time.
 _unfinished: list[Thread] = []
@@ -49,9 +53,10 @@ def destroy_process_groups_at_shutdown() -> None:
 def join_thread(thread: Thread, timeout_s: float) -> None:
     """Waits for a thread that may be in C++ code, of Gloo or of a store.
 
-    If it ends neither in ``timeout_s`` seconds nor by the end of this process, the process exits at once after all
-    other cleanup: the interpreter would stop the thread within C++ code, which aborts the process with SIGABRT. The
-    exit status is that of the error that ends the process: SIGINT after Ctrl-C, otherwise 1.
+    If it ends neither in ``timeout_s`` seconds nor by the end of this process, without an error some seconds later, the
+    process exits at once after all other cleanup: the interpreter would stop the thread within C++ code, which aborts
+    the process with SIGABRT. The exit status is that of the error that ends the process: SIGINT after Ctrl-C, otherwise
+    1, also without an error, as ``sys.exit`` may have been given another status than 0.
     """
     thread.join(timeout_s)
     if thread.is_alive():
@@ -66,8 +71,13 @@ def error_at_shutdown() -> BaseException | None:
 
 
 def _exit_before_abort() -> None:
-    if not any(thread.is_alive() for thread in _unfinished):
+    deadline = time.monotonic() + (LAST_S if error_at_shutdown() is None else 0.0)
+    for thread in _unfinished:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if not (alive := [thread.name for thread in _unfinished if thread.is_alive()]):
         return
+    if error_at_shutdown() is None:
+        print(f"This process exits with status 1, as the thread {alive[0]} does not end.", file=sys.stderr)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
