@@ -53,10 +53,13 @@ def destroy_process_groups_at_shutdown() -> None:
 def join_thread(thread: Thread, timeout_s: float) -> None:
     """Waits for a thread that may be in C++ code, of Gloo or of a store.
 
-    If it ends neither in ``timeout_s`` seconds nor by the end of this process, without an error some seconds later, the
-    process exits at once after all other cleanup: the interpreter would stop the thread within C++ code, which aborts
-    the process with SIGABRT. The exit status is that of the error that ends the process: SIGINT after Ctrl-C, otherwise
-    1, also without an error, as ``sys.exit`` may have been given another status than 0.
+    If it ends neither in ``timeout_s`` seconds nor by the end of this process, and an error ends that, it exits at once
+    after all other cleanup: the interpreter would stop the thread within C++ code, which aborts the process by
+    SIGABRT. The exit status is that of the error: SIGINT after Ctrl-C, otherwise 1.
+
+    Without an error the status is not known here, which ``sys.exit`` may have been given. So the process waits for the
+    thread for some seconds more; one that waits even then, such as for a host that is cut off, will hardly return just
+    while the interpreter stops.
     """
     thread.join(timeout_s)
     if thread.is_alive():
@@ -71,13 +74,13 @@ def error_at_shutdown() -> BaseException | None:
 
 
 def _exit_before_abort() -> None:
-    deadline = time.monotonic() + (LAST_S if error_at_shutdown() is None else 0.0)
-    for thread in _unfinished:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if not (alive := [thread.name for thread in _unfinished if thread.is_alive()]):
-        return
     if error_at_shutdown() is None:
-        print(f"This process exits with status 1, as the thread {alive[0]} does not end.", file=sys.stderr)
+        deadline = time.monotonic() + LAST_S
+        for thread in _unfinished:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return
+    if not any(thread.is_alive() for thread in _unfinished):
+        return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

@@ -110,6 +110,8 @@ class Signal(Fault):
         code = scene.exit_code_of_struck(number)
         if code == -self.number or (self.number == signal.SIGTERM and code == 128 + self.number):
             scene.prove(number, f"exit status {code}")
+        elif self.number == signal.SIGTERM and code == 0 and scene.strikes[number].phase == "end":
+            scene.prove(number, "exit status 0: the training was over")
         elif self.number == signal.SIGTERM and "SIGTERM" in scene.error_of_struck(number):
             scene.prove(number, f"{scene.error_of_struck(number)}, exit status {code}")
 
