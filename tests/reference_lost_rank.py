@@ -33,12 +33,14 @@ def simulate(
     dropped: Collection[int] = (),
     flushes: Collection[int] = (),
     back: Mapping[int, int] = MappingProxyType({}),
+    leaving: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, nn.Module]:
     """Returns the replicas of the ranks that are left.
 
     `lost` has the ranks that the average of a step, or a later one, is without, each with that step; `make_outer` gets
     the number of ranks; the elastic force is `elastic` divided by it. The averages of the steps `dropped` were under
-    way when a rank was lost.
+    way when a rank was lost. `leaving` has the ranks whose last average is that of a step: of their state nothing is
+    lost.
     """
     replicas = {rank: copy.deepcopy(model) for rank in range(world_size)}
     optimizers = {rank: make_optimizer(replica) for rank, replica in replicas.items()}
@@ -81,6 +83,10 @@ def simulate(
         average([list(replica.buffers()) for replica in replicas.values()])
         if average_states:
             average([momentum_of(optimizers[rank], replicas[rank]) for rank in replicas])
+        for rank in [rank for rank, when in leaving.items() if when == step]:
+            del replicas[rank], optimizers[rank]
+            if outer is not None and make_outer is not None and replicas:
+                outer = with_lost_shards(outer, make_outer(weights, len(replicas)), weights, [])
     return replicas
 
 

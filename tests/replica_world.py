@@ -6,6 +6,7 @@ the messages, and a method whose state is the list of the members of each round.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Process:
     def __init__(self, world: World, name: str, number: int) -> None:
         self.world, self.name, self.id = world, name, f"{name}/{number}"
         self.outcome = ""  # how it has ended
-        self.killed = self.frozen = self.left = False
+        self.killed = self.frozen = self.told = self.left = self.joined = False
         self.ready: Callable[[], object] = lambda: True  # whether what it waits for has happened
         self.turn = threading.Semaphore(0)
         self.method = Method(self)
@@ -83,13 +84,20 @@ class Process:
             if "Training begins with" in str(error):
                 return "too few"
             raise
+        self.joined = True
         self.world.note(self)
         while len(self.method.rounds) < self.world.num_rounds:
             each.send_rest()
             self.method.data.offset += self.method.data.size  # a step
             asks = not self.world.unasked or len(self.method.rounds) % self.world.unasked == 0
-            each.run(self.method.section, self.method.snapshot(), asks=asks)
+            if self.told and asks and self.world.random.random() < 0.2:
+                each.leave_now()
+            else:
+                leaves_by = 1.0 if self.told and asks else None
+                each.run(self.method.section, self.method.snapshot(), asks=asks, leaves_by=leaves_by)
             self.world.note(self)
+            if each.has_left:
+                return "left"
         each.end(self.method.section)
         each.leave()
         self.left = True
@@ -137,6 +145,10 @@ class Method:
 
     def completed(self, snapshot: Any) -> Any:
         return snapshot
+
+    def gathered_snapshot(self, keeper: int) -> Any:
+        self._line.start(("outer state",)).wait()
+        return self.rounds
 
     def regroup(self, line: Line, snapshot: Any, first: int, new: Sequence[int]) -> None:
         self._line, self._waiting = line, []
@@ -231,14 +243,25 @@ class Lighthouse:
         self.process = here()
         self.id, self.was_silent = self.process.id, False
 
-    def ask(self, standing: Standing) -> Quorum:
+    def ask(self, standing: Standing, deadline: float) -> Quorum | None:
         world, me = self.process.world, self.process.id
-        world.answers.pop(me, None)
-        world.asking[me] = Member(me, "host", 1, [me], standing)
+        self._tell(standing)
+        if math.isfinite(deadline) and world.random.random() < 0.3:
+            self.process.wait()
+            return world.answers.pop(me, None)
         self.process.wait(lambda: me in world.answers or world.quorum())
         if me not in world.answers:
             world.answer()
         return world.answers.pop(me)
+
+    def leave(self, standing: Standing) -> None:
+        self._tell(standing)
+        self.process.left = True
+
+    def _tell(self, standing: Standing) -> None:
+        world, me = self.process.world, self.process.id
+        world.answers.pop(me, None)
+        world.asking[me] = Member(me, "host", 1, [me], standing)
 
     def go_on(self) -> None:
         pass
@@ -252,7 +275,7 @@ def here() -> Process:
 
 
 class World:
-    """Runs processes in a random order, and has them die, freeze, wake up and come.
+    """Runs processes in a random order, and has them die, freeze, wake up, come and leave.
 
     One process neither dies nor freezes, and so what is complete is never lost.
     """
@@ -362,8 +385,10 @@ class World:
 
     def _befall(self) -> None:
         others = [each for each in self.processes if each.lives and each is not self.survivor and not each.frozen]
-        what = self.random.choice(["dies", "freezes", "comes", "dies and comes"])
-        if others and what != "comes":
+        what = self.random.choice(["dies", "freezes", "comes", "dies and comes", "leaves"])
+        if others and what == "leaves":
+            self.random.choice(others).told = True
+        elif others and what != "comes":
             victim = self.random.choice(others)
             victim.killed, victim.frozen = what != "freezes", what == "freezes"
         if what == "comes":

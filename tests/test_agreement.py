@@ -11,8 +11,8 @@ from lightning_pipesync.core.faults.lighthouse import Member, Quorum, Standing
 LAST, BEFORE = "00000008/000000000001.000000000", "00000007/000000000009.000000000"
 
 
-def at(completed: int, generation: str = LAST, **more: bool) -> Standing:
-    return Standing(completed, generation, connected=more.pop("connected", True), **more)
+def at(completed: int, generation: str = LAST, last: int = -1, **more: bool) -> Standing:
+    return Standing(completed, generation, connected=more.pop("connected", True), last=last, **more)
 
 
 def new(completed: int = 0) -> Standing:
@@ -63,6 +63,28 @@ def test_who_continues_from_where(befallen: str) -> None:
     assert {member.id for member in agreement.new} == joining - set(continuing), "nobody waits for those left out"
     assert [member.id for member in agreement.members] == sorted(joining | set(continuing))
     assert (agreement.completed, agreement.connected, agreement.generation) == (completed, connected, "next")
+
+
+#: By what has befallen them: where each stands; who continues, leaves, and has left; and who is there then.
+LEAVING: dict[str, tuple[list[Standing], str, str, str, str]] = {
+    "one leaves with the next section": ([at(3), at(3, last=4), at(3)], "abc", "b", "", "ac"),
+    "another one comes": ([at(3), at(3, last=4), new()], "ab", "b", "", "ac"),
+    "it is behind, and the section is undone": ([at(4, undoable=True), at(3, last=4)], "ab", "b", "", "a"),
+    "it does not know yet that all have it": ([at(4), at(4, last=4, undoable=True)], "a", "", "b", "a"),
+    "one has left between two sections": ([at(3), at(3), at(3, last=3)], "ab", "", "c", "ab"),
+    "one has left before the first section": ([at(0), at(0, last=0)], "a", "", "b", "a"),
+    "all leave": ([at(3, last=4), at(3, last=4)], "ab", "ab", "", ""),
+    "all have left, and one comes": ([at(3, last=3), new(), new()], "b", "", "", "bc"),
+    "one ends, and another one has left": ([at(3, ends=True), at(3, last=3)], "a", "", "b", "a"),
+}
+
+
+@pytest.mark.parametrize("befallen", LEAVING)
+def test_who_leaves(befallen: str) -> None:
+    standings, *expected = LEAVING[befallen]
+    agreement = outcome(*standings)
+    groups = agreement.continuing, agreement.leaving, agreement.gone, agreement.members
+    assert ["".join(member.id for member in group) for group in groups] == expected
 
 
 def test_later_generations_sort_behind_earlier_ones() -> None:

@@ -35,16 +35,19 @@ class TrainLoader(LoaderWrapper):
     Args:
         loader: the DataLoader, with this rank's order, and of the same length on all ranks.
         finish: called on each batch: injects rows, moves it to the device.
+        between: called between two batches; it may raise.
 
     Attributes:
         loader: the DataLoader.
         epoch: the epoch of the last batch, or the next epoch if that one is over.
     """
 
-    def __init__(self, loader: DataLoader[Any], finish: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], finish: Callable[[Any], Any], between: Callable[[], object] = lambda: None
+    ) -> None:
         self.loader = loader
         self.epoch = 0
-        self._finish = finish
+        self._finish, self._between = finish, between
         self._order = ElasticOrder(loader) if isinstance(sampler_of(loader), ElasticSampler) else None
         self._has_begun, self._num_batches = False, 0  # whether the epoch has started; its batches so far
         self._is_elsewhere = False  # whether the next batch is one of another iteration over the DataLoader
@@ -60,6 +63,7 @@ class TrainLoader(LoaderWrapper):
             for batch in rest:
                 self._num_batches += 1
                 yield self._finish(batch)
+                self._between()
                 if self._is_elsewhere:
                     break
             rest.close()  # ends worker processes before others start

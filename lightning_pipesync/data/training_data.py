@@ -49,7 +49,7 @@ class TrainingData:
     ``followed`` is true from the first batch of a prepared loader on, or set by an adapter to a framework that follows
     the settings itself. ``steps_per_epoch`` returns the number of steps of an epoch, or None if it is not known. An
     adapter to a framework sets it, or :meth:`prepare`, for which each batch is a step. ``transport`` is replaced when
-    there are other ranks.
+    there are other ranks. ``between_batches`` is called between two batches of a prepared loader.
 
     A method whose members come and go sets ``elastic`` before any loader is prepared. It calls :meth:`redivide` when
     ``transport`` is another one, on all members after the same step, and gives a newcomer the :meth:`position` of
@@ -64,6 +64,7 @@ class TrainingData:
     def __init__(self, settings: DataSettings, transport: Transport) -> None:
         self.injection = None if settings.injection is None else DataInjection(*settings.injection, transport)
         self.followed = False
+        self.between_batches: Callable[[], object] = lambda: None
         self.steps_per_epoch = lambda: None
         self._settings, self.transport = settings, transport
         self._num_prepared = 0
@@ -88,7 +89,7 @@ class TrainingData:
             injected = self.inject(batch)
             return injected if to_device is None else to_device(injected)
 
-        train_loader = TrainLoader(ordered, finish)
+        train_loader = TrainLoader(ordered, finish, lambda: self.between_batches())
         self.add(train_loader)
         return train_loader
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_pipesync.core.faults.notice import STATUS
 from lightning_pipesync.lightning.place import TrainerPlace
-from lightning_pipesync.lightning.private import begin_next_epoch, no_warning_about_resuming
+from lightning_pipesync.lightning.private import begin_next_epoch, end_after_batch, no_warning_about_resuming
 from lightning_pipesync.lightning.sharded import ShardedModuleMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -39,6 +40,29 @@ class JoiningMixin(ShardedModuleMixin):
             self._until_teardown.enter_context(no_warning_about_resuming())
             begin_next_epoch(self._trainer)
             self.attached.join()
+
+    def _handle_sigterm(self, number: int, frame: Any) -> bool:
+        return self.method is not None and self.method.handle_sigterm(number, frame)
+
+    def end_batch(self) -> None:
+        super().end_batch()
+        if self._has_left:
+            end_after_batch(self._trainer)
+
+    def report(self, exception: BaseException) -> None:
+        if not self._has_left:
+            super().report(exception)
+        elif isinstance(exception, SystemExit):  # that of Lightning counts as success
+            exception.code = STATUS
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether the method has left the other jobs: then all ranks of this one end after the same batch."""
+        return self.method is not None and self.method.has_left
+
+    @property
+    def _interrupted(self) -> bool:
+        return super()._interrupted and not self._has_left
 
     def begin_epoch(self) -> None:
         if self._place is not None:

@@ -301,25 +301,32 @@ def no_broadcast_of_signals(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def no_broadcast_in_handlers(trainer: Trainer) -> Iterator[None]:
+def no_broadcast_in_handlers(trainer: Trainer, handles: Callable[[int, Any], bool]) -> Iterator[None]:
     """Makes a SIGTERM end this rank after its batch, as Lightning does, without a broadcast in its handler.
 
-    In that, a rank would wait for rank 0 in the midst of a step, for which rank 0 may wait itself.
+    In that, a rank would wait for rank 0 in the midst of a step, for which rank 0 may wait itself. ``handles`` gets the
+    handler's arguments; if it returns True, the rank does not end before :func:`end_after_batch`.
     """
     connector = trainer._signal_connector
     require(connector, "_sigterm_notifier_fn", "received_sigterm")
 
-    def note(number: int, _: Any) -> None:
+    def note(number: int, frame: Any) -> None:
         launcher = trainer.strategy.launcher
         if launcher is not None and not connector.received_sigterm:
             launcher.kill(number)
-        connector.received_sigterm = True
+        if not handles(number, frame):
+            connector.received_sigterm = True
 
     connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         vars(connector).pop("_sigterm_notifier_fn", None)
+
+
+def end_after_batch(trainer: Trainer) -> None:
+    """Ends this rank after its batch, as after a SIGTERM."""
+    trainer._signal_connector.received_sigterm = True
 
 
 @contextmanager

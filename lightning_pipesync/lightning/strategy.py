@@ -84,8 +84,12 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     def _begin_to_attach(self, trainer: Trainer) -> None:
         self._start = (0, 0)
         self._until_teardown = ExitStack()
-        self._until_teardown.enter_context(no_broadcast_in_handlers(trainer))
+        self._until_teardown.enter_context(no_broadcast_in_handlers(trainer, self._handle_sigterm))
         self._add_callback(trainer, first=True)  # before all others, so that they read consolidated weights
+
+    def _handle_sigterm(self, number: int, frame: Any) -> bool:
+        """Returns whether the method ends the training in order, sooner or later."""
+        return False
 
     def _replace_clipping(self, **functions: Callable[[Optimizer, float], None]) -> None:
         """Replaces functions of the precision plugin, by name, until :meth:`teardown`."""

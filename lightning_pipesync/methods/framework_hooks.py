@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,6 +39,15 @@ class FrameworkHooks:
     def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` must be clipped in the same way as that of ``parameters``."""
         return []
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this job has left the others, which go on: all of its ranks have, after the same step."""
+        return False
+
+    def handle_sigterm(self, number: int, frame: Any) -> bool:
+        """Called by the handler of SIGTERM; returns False if the method does nothing, otherwise it is to leave."""
+        return False
 
     def begin_pass(self) -> None:
         """Called by a framework before the user's code computes a loss and may read any weights."""

@@ -155,6 +155,9 @@ class SyncMethod(StepCalls):
     def hand_over(self, **parts: Any) -> None:
         """Adds ``parts`` to what a replica that joins gets from another one, by ``state_dict`` and its counterpart."""
 
+    def leave(self) -> None:
+        """Asks this replica to leave, if the replicas are jobs of their own; may be called by a signal's handler."""
+
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property

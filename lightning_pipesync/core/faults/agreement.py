@@ -11,7 +11,8 @@ another message:
 - Others that are about to begin are new, also one that has been loaded from a checkpoint. Nobody waits for the rest:
   those that were left out while they were frozen.
 
-One that ends leaves, unless all end, who then have a last section together.
+One that ends leaves, unless all end, who then have a last section together. One that was asked to leave tells with
+which section it does: that is still of all, and those that stay make another group at its end.
 
 If all are new, the one that has completed the most sections begins, the first of several, and the others get its state.
 """
@@ -19,7 +20,7 @@ If all are new, the one that has completed the most sections begins, the first o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_pipesync.core.faults.lighthouse import Member, Quorum
 
@@ -28,16 +29,28 @@ from lightning_pipesync.core.faults.lighthouse import Member, Quorum
 class Agreement:
     """The outcome of a quorum; ids are those of its members."""
 
-    continuing: list[Member]  # in the order of their ids; the first one hands over what it knows
+    continuing: list[Member]  # those of the next section, in the order of their ids
     new: list[Member]
     completed: int  # the number of sections that are complete
     connected: bool  # whether all that continue still have a group with each other
     generation: str
+    leaving: list[Member] = field(default_factory=list)  # those that continue for this section only
+    gone: list[Member] = field(default_factory=list)  # those that have left before it
+
+    @property
+    def staying(self) -> list[Member]:
+        """Those that go on after the next section; the first one hands over what it knows."""
+        return [member for member in self.continuing if member not in self.leaving]
+
+    @property
+    def changes(self) -> bool:
+        """Whether some come or leave at the end of the next section."""
+        return bool(self.new or self.leaving)
 
     @property
     def members(self) -> list[Member]:
-        """All of them, in the order of their ids."""
-        return sorted([*self.continuing, *self.new], key=lambda member: member.id)
+        """Those that go on after the next section, with those that are new, in the order of their ids."""
+        return sorted([*self.staying, *self.new], key=lambda member: member.id)
 
 
 def agree(quorum: Quorum) -> Agreement:
@@ -52,9 +65,15 @@ def agree(quorum: Quorum) -> Agreement:
         continuing, most = of_latest, most - 1
     else:
         continuing = ahead
+    gone = [member for member in continuing if 0 <= member.standing.last <= most]
+    if gone == continuing and gone != quorum.members:  # what they knew has left with them
+        return agree(Quorum([member for member in quorum.members if member not in gone], quorum.generation))
+    continuing = [member for member in continuing if member not in gone]
     continuing = [member for member in continuing if not member.standing.ends] or continuing
     return Agreement(
         continuing=continuing,
+        leaving=[member for member in continuing if member.standing.last > most],
+        gone=gone,
         new=[member for member in quorum.members if member.standing.joins and member not in continuing],
         completed=most,
         connected=all(member.standing.connected for member in continuing),

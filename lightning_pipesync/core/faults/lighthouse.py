@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,9 @@ SILENCE_S = 5.0
 
 #: Seconds that a connection, or a sign of life, takes at most.
 CONNECT_S = 5.0
+
+#: Seconds in which what a replica says when it leaves reaches the lighthouse.
+LAST_WORD_S = 1.0
 
 #: Seconds in which all that live tell a lighthouse so that was started again; it would answer without them before.
 ALL_BEAT_S = 3.0
@@ -51,6 +55,7 @@ class Standing:
     ends: bool = False  # whether it asks for the last time, at the end of its training
     steps_after: int = -1  # after how many sections it has taken its last steps
     shared_by: tuple[str, ...] = ()  # the ids of those who had a share of the data in these steps
+    last: int = -1  # the number of the last section in which it takes part, as it leaves; -1: it stays
 
 
 @dataclass(frozen=True)
@@ -117,24 +122,28 @@ class Lighthouse:
         self._thread.start()
         self._at_end = at_shutdown(lambda _: self.close(), first=True)
 
-    def ask(self, standing: Standing) -> Quorum:
+    def ask(self, standing: Standing, deadline: float = math.inf) -> Quorum | None:
         """Returns the replicas that take part in the next round, this one included; waits for the others.
+
+        Returns None if they have not come by ``deadline``, of ``time.monotonic``; then call :meth:`leave`.
 
         Raises:
             RuntimeError: the lighthouse does not answer.
         """
-        told = {**self._described, "standing": asdict(standing)}
+        told = self._told(standing)
         self._note_silence()
         while True:
-            self._wait_until_all_beat()
+            self._wait_until_all_beat(deadline)
             try:
-                answer = self._answer(told)
+                answer = self._answer(told, deadline)
             except TimeoutError:  # the others have not asked yet
                 continue
             except RuntimeError:  # the lighthouse has ended, and may be started anew
                 self._client = self._until_answered(self._make)
                 self._answers_since = time.monotonic()
                 continue
+            if answer is None:
+                return None
             members = [Member(each.replica_id, **_read(each.data)) for each in answer.participants]
             created = f"{answer.created.seconds:012d}.{answer.created.nanos:09d}"
             number = 1 + max(int(each.standing.generation.partition("/")[0] or 0) for each in members)
@@ -144,6 +153,16 @@ class Lighthouse:
         """Notes that the training goes on."""
         self._last = time.monotonic()
 
+    def leave(self, standing: Standing) -> None:
+        """Tells the others where this replica stands as it leaves, so that they do not wait for it; then :meth:`close`.
+
+        The question takes the place of this replica in their next quorum, though nobody waits for the answer here.
+        """
+        self.close()
+        with suppress(RuntimeError, TimeoutError):
+            # By another client, as an earlier question may wait for its answer.
+            self._make().quorum(self.id, timedelta(seconds=LAST_WORD_S), data=self._told(standing))
+
     def close(self) -> None:
         """Tells no more that this replica is alive."""
         self._ended.set()
@@ -152,8 +171,11 @@ class Lighthouse:
     def _note_silence(self) -> None:
         self.was_silent |= time.monotonic() - self._beaten > SILENCE_S
 
-    def _answer(self, told: dict[str, Any]) -> Any:
-        """Asks on another thread: the call is not interrupted by Ctrl-C."""
+    def _told(self, standing: Standing) -> dict[str, Any]:
+        return {**self._described, "standing": asdict(standing)}
+
+    def _answer(self, told: dict[str, Any], deadline: float) -> Any:
+        """Asks on another thread: the call is not interrupted by Ctrl-C. Returns None after the deadline."""
         answer: Future[Any] = Future()
 
         def ask() -> None:
@@ -166,11 +188,13 @@ class Lighthouse:
         threading.Thread(target=ask, name="pipesync-quorum", daemon=True).start()
         while not wait([answer], INTERVAL_S).done:
             self.go_on()
+            if time.monotonic() > deadline:
+                return None
         return answer.result()
 
-    def _wait_until_all_beat(self) -> None:
+    def _wait_until_all_beat(self, deadline: float) -> None:
         """Waits a moment after the lighthouse was started again: it does not know yet of others that live."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = min(deadline, time.monotonic() + self._timeout_s)
         while time.monotonic() < min(self._answers_since + ALL_BEAT_S, deadline):
             self.go_on()
             if self._answers_since == math.inf:

@@ -73,6 +73,10 @@ class Fragments:
     def __contains__(self, fragment: int) -> bool:
         return fragment in self._pending
 
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._pending)
+
     def start(self, fragment: int, step: int, ranks: Sequence[int] | None) -> None:
         """Starts to average a fragment of ``ranks``, None: all, at the end of a step; without overlap, applies it.
 

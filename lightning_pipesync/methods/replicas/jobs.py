@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,17 @@ from lightning_pipesync.core.comm.line import Line
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import describe, describe_optimizers, raise_if_different
 from lightning_pipesync.core.faults.errors import is_normal_end
+from lightning_pipesync.core.faults.notice import STATUS
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.metric_info import MetricInfo
+from lightning_pipesync.methods.replicas.departure import Departure
 from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
 from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.methods.settings import config_from
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -77,6 +82,7 @@ class ElasticReplicaMethod(ReplicaMethod):
     )
 
     _sections: Sections | None = None
+    _departure: Departure  # with sections
 
     def __init__(
         self,
@@ -103,6 +109,8 @@ class ElasticReplicaMethod(ReplicaMethod):
         self.data.elastic = config.lighthouse is not None
         if config.lighthouse is not None:
             self._sections = Sections(self, config.lighthouse, config.num_replicas or 1, config.timeout_s)
+            self._departure = Departure(self._sections.greatest)
+            self.data.between_batches = self._end_if_left
 
     @property
     def num_steps(self) -> int:
@@ -138,6 +146,7 @@ class ElasticReplicaMethod(ReplicaMethod):
             of_unit.set_global_weights()
         self._changes.loaded = False
         self._sections.join()
+        self._departure.notice.listen()
 
     def hand_over(self, **parts: Stateful) -> None:
         """Adds ``parts``, such as a scheduler, to what a new replica gets from another one: their ``state_dict()``.
@@ -165,9 +174,25 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         if self._sections is not None:
+            self._end_if_left()
             self._sections.go_on()
             self._sections.send_rest()
+            if index == 0:
+                self._departure.begin_step(self._units[-1].starts_in)
         super()._reduce(index, loss_scale)
+
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        result = super()._step(index, update)
+        if self._sections is None:
+            return result
+        if self._departure.is_now and index == len(self._units) - 1 and not self.has_left:
+            if not any(unit.is_under_way for unit in self._units):  # the others would wait for this replica
+                self._sections.leave_now()
+        if self.has_left and dist.get_rank() == 0:
+            warnings.warn(
+                f"This replica was asked to leave, and has left after {self.num_rounds} rounds.", stacklevel=4
+            )
+        return result
 
     def send_rest(self) -> None:
         """Sends new replicas what is handed over besides the method's state, as it is between two steps.
@@ -195,6 +220,32 @@ class ElasticReplicaMethod(ReplicaMethod):
             for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
                 group.update(hyperparameters)
 
+    # --- a replica that leaves --------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Asks this replica to leave: after the next round, if that comes within 20 seconds, otherwise at once.
+
+        May be called by a signal's handler, on any rank of the job. SIGTERM does the same, unless the program has a
+        handler of its own. When the replica has left, the next batch of a prepared loader, or the next step, raises
+        ``SystemExit(143)`` on all ranks of the job: catch it to save a checkpoint. Does nothing without ``lighthouse``.
+        """
+        if self._sections is not None:
+            self._departure.notice.give()
+
+    def handle_sigterm(self, number: int, frame: Any) -> bool:
+        if self._sections is None or not self._sections.has_joined:
+            return False
+        self._departure.notice.handle(number, frame)
+        return True
+
+    @property
+    def has_left(self) -> bool:
+        return self._sections is not None and self._sections.has_left
+
+    def _end_if_left(self) -> None:
+        if self.has_left:
+            raise SystemExit(STATUS)
+
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -216,7 +267,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         Otherwise they go on without this one, and its weights are those of the last round. Without ``lighthouse`` it is
         :meth:`flush`.
         """
-        if self._sections is None or not self._sections.has_joined:
+        if self._sections is None or not self._sections.has_joined or self.has_left:
             self.flush()
         elif not self.flushed:
             self.synchronize()
@@ -225,6 +276,7 @@ class ElasticReplicaMethod(ReplicaMethod):
                 for tensors in (self._non_trainable, *self._followers):
                     tensors.keep_average()
                 self.flushed = False
+            self._departure.notice.close()
             self.flush()
 
     def _average_for_good(self) -> None:
@@ -260,6 +312,16 @@ class ElasticReplicaMethod(ReplicaMethod):
         units = [unit.completed(saved) for unit, saved in zip(self._units, snapshot.units, strict=True)]
         return replace(snapshot, units=units)
 
+    def gathered_snapshot(self, keeper: int) -> Snapshot:
+        """Returns a snapshot with the outer state of all shards, which rank ``keeper`` has alone; a collective call."""
+        rank, world_size = self._place
+
+        def gathered(numel: int, outer: Any) -> Any:
+            whole = _whole(rank, world_size, self.transport, numel, outer)
+            return whole if rank == keeper else _zeroed(numel, whole)
+
+        return replace(self.snapshot().with_outer_states(gathered), rank=0, world_size=1)
+
     def regroup(self, line: Line, snapshot: Snapshot, first: int, new: Sequence[int]) -> None:
         """Continues from ``snapshot`` with the replicas of ``line``; a collective call of them.
 
@@ -294,8 +356,10 @@ class ElasticReplicaMethod(ReplicaMethod):
         if self._sections is None:
             section()
         else:
-            asks = of_step is None or self._units[of_step].starts_next
-            self._sections.run(section, self.snapshot(of_step), asks=asks)
+            starts = of_step is not None and self._units[of_step].starts_in(1)
+            leaves_by = self._departure.deadline if starts and of_step == len(self._units) - 1 else None
+            asks = of_step is None or starts
+            self._sections.run(section, self.snapshot(of_step), asks=asks, leaves_by=leaves_by)
 
     def _problem_of_jobs(self) -> ValueError | None:
         if self.transport.world_size == 1:
@@ -309,9 +373,10 @@ class ElasticReplicaMethod(ReplicaMethod):
     def _detach(self, timeout_s: float) -> None:
         if self._sections is not None:
             self._sections.leave()
+            self._departure.notice.close()
         super()._detach(timeout_s)
         # Without an error, others may still receive this replica's last messages.
-        if self._sections is not None and not is_normal_end(sys.exc_info()[1]):
+        if self._sections is not None and not (self.has_left or is_normal_end(sys.exc_info()[1])):
             self._sections.close()
 
     # --- what is handed over ----------------------------------------------------------------------------------------
@@ -362,14 +427,21 @@ def _resharded(rank: int, world_size: int, transport: Transport, numel: int, out
     ``outer`` is that of the shard of ``rank`` among ``world_size`` ranks. A lost rank's part of the state is zero.
     """
 
-    def resharded(tensor: Tensor) -> Tensor:
+    whole = _whole(rank, world_size, transport, numel, outer)
+    return map_tensors(lambda tensor: transport.shard(tensor).clone() if tensor.dim() else tensor, whole)
+
+
+def _whole(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
+    """Returns the outer state of a whole bucket; arguments as of :func:`_resharded`."""
+
+    def whole(tensor: Tensor) -> Tensor:
         if not tensor.dim():  # a counter of steps, which is the same on all ranks
             return tensor
         flat = torch.zeros(numel, dtype=tensor.dtype)
         flat[shard_slice(numel, rank, world_size)] = tensor
-        return transport.shard(transport.all_reduce(flat).wait()).clone()
+        return transport.all_reduce(flat).wait()
 
-    return map_tensors(resharded, outer)
+    return map_tensors(whole, outer)
 
 
 def _zeroed(numel: int, outer: Any) -> Any:

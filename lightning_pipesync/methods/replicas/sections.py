@@ -11,6 +11,12 @@ it from each replica's weights before it: the outcome is a round of those that a
 A replica that is new joins before its first step: it asks, too, and so is in the quorum of the others' next section.
 When that is complete, the others make another group, with it, and the first of them hands over what it knows.
 
+[Note: who leaves]
+A replica that was asked to leave says so in its question, and takes part in the section. Within it all gather the outer
+state, so that nothing of it is lost. When it is complete those that stay make another group. If no section comes in
+time, a replica leaves between two: it asks once more, as one that has left, and waits for no answer; its question is in
+the others' next quorum, who so do not wait for it.
+
 [Note: one question for two sections]
 One that has broken off a section which turns out to be complete asks while others are at the next section. Their answer
 is one of both: it does not ask again before the next one. Until then it has the share of the data that the others had
@@ -19,6 +25,7 @@ meanwhile: also that among those with one that they have taken in, and that was 
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -53,6 +60,7 @@ class Sections:
         members: the ids of the replicas that are there after it, those that are new, too.
         generation: of the last quorum.
         has_joined: whether this replica is one of those that train.
+        has_left: whether it was asked to leave, and has; all ranks of the job have then.
 
     Args:
         method: attached.
@@ -71,7 +79,7 @@ class Sections:
         stores = self._job.gather_objects(join_address(own_address(*split_address(lighthouse)), self._store.port))
         self._lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self._job.rank == 0 else None
         self.id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
-        self.completed, self.generation, self.has_joined = 0, "", False
+        self.completed, self.generation, self.has_joined, self.has_left = 0, "", False, False
         self.took_part: list[str] = []
         self._shared_by: tuple[str, ...] = ()  # the data
         self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
@@ -81,6 +89,7 @@ class Sections:
         self._members: list[Member] = []  # of the last line on which all have met
         self._on_line: list[Member] = []  # of the present one, in the order of its ranks
         self._next: Agreement | None = None  # which is one of the next section, too
+        self._gathered: Snapshot | None = None  # in a section with which some leave
 
     @property
     def members(self) -> list[str]:
@@ -96,6 +105,8 @@ class Sections:
         begin = time.monotonic()
         while not self.has_joined:
             agreement = self._agree()
+            if agreement is None or not agreement.staying:
+                continue  # nobody stays who could take this replica in
             starts = all(member.standing.joins for member in agreement.members)
             if starts and len(agreement.members) < self._num_replicas:
                 self._wait_for_more(agreement, begin)
@@ -115,7 +126,22 @@ class Sections:
             if self._was_silent:
                 raise
 
-    def run(self, section: Callable[[], object], before: Snapshot, asks: bool = True, ends: bool = False) -> None:
+    def greatest(self, number: int) -> int:
+        """Returns the greatest of the numbers of this job's ranks; a collective call of them."""
+        return self._job.greatest(number)
+
+    def leave_now(self) -> None:
+        """Leaves between two sections."""
+        self._say_goodbye()
+
+    def run(
+        self,
+        section: Callable[[], object],
+        before: Snapshot,
+        asks: bool = True,
+        ends: bool = False,
+        leaves_by: float | None = None,
+    ) -> None:
         """Runs a section, again after each loss that has kept a replica from completing it.
 
         Args:
@@ -123,6 +149,8 @@ class Sections:
             before: the state of the method now, as far as the section may change it.
             asks: whether to ask who takes part, the same on all replicas; False: those of the last section.
             ends: whether this is the last section.
+            leaves_by: this replica, which asks, leaves with this section, or without it if the others have not come by
+                this time, of ``time.monotonic``; None: it stays.
 
         Raises:
             LeftOutError: the others have continued without this replica.
@@ -130,10 +158,16 @@ class Sections:
         """
         number = self.completed + 1
         is_final = is_repeated = False
+        last = -1 if leaves_by is None else number
         while True:
             undoable = self.completed == number and not is_final
             unasked = None if asks or is_repeated or self._line is None else self._agreed()
-            agreement, self._next = self._next or unasked or self._agree(undoable, ends), None
+            deadline = math.inf if leaves_by is None or is_repeated else leaves_by
+            agreement = self._next or unasked or self._agree(undoable, ends, last, deadline)
+            self._next = None
+            if agreement is None or self.id in _ids(agreement.gone):
+                self._say_goodbye()
+                return
             if agreement is not unasked and (not self._is_in(agreement) or self._was_left_behind(agreement)):
                 self.close()
                 raise LeftOutError(
@@ -143,7 +177,7 @@ class Sections:
             stands = agreement.completed == number
             if is_repeated and not stands:
                 self._method.undo_averages()
-            if agreement.new and not stands:
+            if agreement.changes and not stands:
                 before = self._method.completed(before)  # then averages under way arrive, too
             self.completed, self.generation, is_repeated = agreement.completed, agreement.generation, True
             if not self._attempt(agreement, partial(self._continue, agreement, None if stands else before)):
@@ -157,7 +191,10 @@ class Sections:
                 self.completed, self.took_part = number, self.members
             if self.completed == number and self._attempt(agreement, self._commit):
                 is_final = True
-                if not agreement.new:
+                if self.id in _ids(agreement.leaving):
+                    self._say_goodbye()
+                    return
+                if not agreement.changes:
                     self._attempt(agreement, self._method.launch)  # the next section finds out that one is lost
                     break
                 if self._attempt(agreement, partial(self._take_in, agreement)):
@@ -190,15 +227,33 @@ class Sections:
         if self._line is not None:
             self._line.close()
 
-    def _agree(self, undoable: bool = False, ends: bool = False) -> Agreement:
-        """Asks for a quorum, on the first rank of the job, and returns what it agrees on, on all of them."""
+    def _agree(
+        self, undoable: bool = False, ends: bool = False, last: int = -1, deadline: float = math.inf
+    ) -> Agreement | None:
+        """Asks for a quorum, on the first rank of the job, and returns what it agrees on, on all of them.
+
+        Returns None if there is none by ``deadline``.
+        """
         standing = Standing(
-            self.completed, self.generation, undoable, self._line is not None, not self.has_joined, ends, *self._steps
+            self.completed,
+            self.generation,
+            undoable,
+            self._line is not None,
+            not self.has_joined,
+            ends,
+            *self._steps,
+            last=last,
         )
-        quorum = None if self._lighthouse is None else self._lighthouse.ask(standing)
+        quorum = None if self._lighthouse is None else self._lighthouse.ask(standing, deadline)
         was_silent = self._lighthouse and self._lighthouse.was_silent
         quorum, self._was_silent = self._job.gather_objects((quorum, was_silent))[0]
-        return agree(quorum)
+        return None if quorum is None else agree(quorum)
+
+    def _say_goodbye(self) -> None:
+        """Leaves for good; what the others are still to receive is on its way."""
+        self.has_left = True
+        if self._lighthouse is not None:
+            self._lighthouse.leave(Standing(self.completed, self.generation, last=self.completed))
 
     def _agreed(self) -> Agreement:
         """Returns that those of the last section take part in the next one."""
@@ -213,7 +268,7 @@ class Sections:
         Otherwise it would train on to other weights than theirs.
         """
         others = set(self.members).difference([self.id])
-        if others.intersection(_ids(agreement.continuing)):
+        if others.intersection(_ids([*agreement.continuing, *agreement.gone])):
             if self._lighthouse is not None:
                 self._lighthouse.was_silent = False
             return False
@@ -248,7 +303,7 @@ class Sections:
         if all(self._job.gather_objects(lost is None)):
             return True
         self._break()
-        if agreement.new:
+        if agreement.changes and agreement.members:
             give_up(self._stores(agreement.members), self._key(agreement, "new"))
         return False
 
@@ -262,27 +317,32 @@ class Sections:
             self._method.send_rest()
             self._divide()
         else:
-            self._method.receive_rest(_ids(agreement.members).index(agreement.continuing[0].id))
+            self._method.receive_rest(_ids(agreement.members).index(agreement.staying[0].id))
 
     def _continue(self, agreement: Agreement, before: Snapshot | None = None) -> None:
         """Makes a group of those that continue, unless they have it, and restores the state ``before``, if any."""
         is_new = self._made_in != agreement.generation
         if is_new and not (agreement.connected and self.members == _ids(agreement.continuing)):
             snapshot = self._method.snapshot() if before is None else self._method.completed(before)
-            self._connect(agreement.continuing, self._key(agreement, "continuing"), snapshot)
+            self._connect(agreement.continuing, self._key(agreement, "continuing"), snapshot, gone=agreement.gone)
             self._made_in = agreement.generation
 
     def _complete(self, agreement: Agreement, section: Callable[[], object]) -> None:
         self._divide()
         section()
-        if agreement.new:
+        self._gathered = None
+        if agreement.changes:
             self._method.launch()
             self._method.settle()
+        if agreement.leaving and agreement.staying:
+            keeper = _ids(agreement.continuing).index(agreement.staying[0].id)
+            self._gathered = self._method.gathered_snapshot(keeper)
 
     def _take_in(self, agreement: Agreement) -> None:
-        """Makes a group with those that are new, and hands over what those that continue know."""
-        first, snapshot = agreement.continuing[0], self._method.snapshot()
-        self._connect(agreement.members, self._key(agreement, "new"), snapshot, first, agreement.new)
+        """Makes a group of those that stay and those that are new, and hands over to these what the former know."""
+        snapshot, self._gathered = self._gathered or self._method.snapshot(), None
+        key, first = self._key(agreement, "new"), agreement.staying[0]
+        self._connect(agreement.members, key, snapshot, first, agreement.new, agreement.leaving)
         self._divide()
 
     def _divide(self, among: Sequence[str] = ()) -> None:
@@ -297,7 +357,8 @@ class Sections:
         They may have taken in one that this replica has not.
         """
         ahead = [one.standing for one in agreement.continuing if one.standing.steps_after == agreement.completed]
-        self._divide(ahead[0].shared_by if ahead else self.took_part)
+        together = [one for one in self.took_part if one not in _ids(agreement.gone)]
+        self._divide(ahead[0].shared_by if ahead else together)
 
     def _go_on(self) -> None:
         """Notes who has a share of the data in the steps that follow."""
@@ -310,8 +371,12 @@ class Sections:
         snapshot: Snapshot,
         first: Member | None = None,
         new: Sequence[Member] = (),
+        gone: Sequence[Member] = (),
     ) -> None:
-        """Makes a group, and continues from ``snapshot``, those that are ``new`` from that of ``first``."""
+        """Makes a group, and continues from ``snapshot``, those that are ``new`` from that of ``first``.
+
+        Those that are ``gone`` have left in order.
+        """
         before, ids = self._members, _ids(members)
         self._break()
         line = self._line = Line(self._stores(members), ids.index(self.id), key, self._timeout)
@@ -320,7 +385,7 @@ class Sections:
         self._method.regroup(line, snapshot, first_rank, new_ranks)
         self._members = members
         self._commit()
-        self._warn(before, members)
+        self._warn(before, members, gone)
 
     def _stores(self, members: Sequence[Member]) -> list[str]:
         return [member.stores[self._job.rank] for member in members]
@@ -347,12 +412,13 @@ class Sections:
             stacklevel=2,
         )
 
-    def _warn(self, before: list[Member], members: list[Member]) -> None:
+    def _warn(self, before: list[Member], members: list[Member], gone: Sequence[Member]) -> None:
         if members[0].id != self.id or self._job.rank != 0 or not self.has_joined:
             return
-        lost = [member for member in before if member.id not in _ids(members)]
+        lost = [member for member in before if member.id not in _ids([*members, *gone])]
         new = [member for member in members if member.id not in _ids(before)]
         happened = [f"Lost {_listed(lost)}"] if lost else []
+        happened += [f"Said goodbye to {_listed(gone)}"] if gone else []
         happened += [f"Took in {_listed(new)}"] if new else []
         number = f"{len(members)} replicas continue" if len(members) > 1 else "this replica continues alone"
         warnings.warn(
@@ -366,5 +432,5 @@ def _ids(members: Sequence[Member]) -> list[str]:
     return [member.id for member in members]
 
 
-def _listed(members: list[Member]) -> str:
+def _listed(members: Sequence[Member]) -> str:
     return ", ".join(member.described for member in members)

@@ -70,7 +70,16 @@ class ReplicaUnit:
     @property
     def starts_next(self) -> bool:
         """Whether an average may start at the end of the next step, on any rank."""
-        return not self._warming_up and self.policy.may_start(self.num_steps + 1 - self._config.warmup_steps)
+        return self.starts_in(1)
+
+    def starts_in(self, steps: int) -> bool:
+        """Returns whether an average may start at the end of a later step: 1 is the next one."""
+        return not self._warming_up and self.policy.may_start(self.num_steps + steps - self._config.warmup_steps)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether averages have started that are not applied yet."""
+        return self._fragments.is_under_way
 
     @property
     def lr_scale(self) -> float:
