@@ -84,18 +84,22 @@ def test_sections_are_put_together_from_what_each_job_has_told() -> None:
         ["a", "b", "c"],
         [Section(2, ("a", "b"), ("d",)), Section(4, ("a", "b", "d"))],
     )
+    leaves = [replace(one, left=("b",)) for one in heard if one.by == "a" and one.section == 2]
+    assert sections_of([*heard, *leaves])[1][1].present == ["a", "d"]
     assert disagreement(heard) is None
     assert disagreement([*heard, told("b", 2, "ab", "ab")]) is not None
 
 
 def test_the_simulation_depends_on_who_took_part() -> None:
-    """A job that is lost, and one that is taken in, change the weights."""
+    """A job that is lost, that is taken in, and that leaves, with its part of the outer state, change the weights."""
     case, names = case_of(variant=1), ("0", "1", "2")
     all_time = simulated(case, names, [*(Section(step, names) for step in (2, 4, 6, 8)), Section(9, names, ends=True)])
     lost = [Section(2, names), *(Section(step, ("0", "2")) for step in (4, 6, 8, 10))]
     back = [*lost[:2], Section(6, ("0", "2"), ("1",)), *(Section(step, names) for step in (8, 10))]
-    results = [all_time, simulated(case, names, lost), simulated(case, names, back)]
-    assert len({result["weights"] for result in results}) == 3
+    left = [lost[0], Section(4, names, left=("1",)), *lost[2:]]
+    later = [lost[0], Section(4, names), *lost[2:]]
+    results = [all_time, *(simulated(case, names, sections) for sections in (lost, back, left, later))]
+    assert len({result["weights"] for result in results}) == 5
     assert all(result["finite"] for result in results)
 
 
@@ -103,6 +107,7 @@ def test_jobs_are_struck_and_judged(tmp_path: Path) -> None:
     strikes = {
         "killed": (1, "plain", [Strike("kill", 0, "collective", 3, message=1)]),
         "again": (1, "plain", [Strike("kill", 1, "step", 3, restarts=True)]),
+        "leaves": (1, "plain", [Strike("terminate", 1, "step", 3)]),
         "in a trainer": (0, "lightning", [Strike("error", 1, "backward", 2, restarts=True)]),
         "lighthouse": (0, "fabric", [Strike("lighthouse killed", 0, "forward", 3)]),
         "streaming": (4, "plain", [Strike("kill", 2, "collective", 3)]),
@@ -120,6 +125,7 @@ def test_jobs_are_struck_and_judged(tmp_path: Path) -> None:
     found = {name: f"{record['verdict']}: {record['why']}" for name, record in records.items()}
     assert found["killed"] == "survived: weights as in the simulation without job 0"
     assert found["again"] == "survived: weights as in the simulation; taken in again: job 1"
+    assert found["leaves"] == "survived: weights as in the simulation without job 1"
     assert found["in a trainer"] == "survived: weights as in the simulation; taken in again: job 1"
     assert found["lighthouse"] == "survived: weights as in the simulation"
     assert records["lighthouse"]["faults"][0]["proof"] == "exit status -9 of the lighthouse"

@@ -73,7 +73,8 @@ def watch_sections(gate: Gate) -> None:
 
     def tell(sections: Sections, ends: bool = False) -> None:
         steps = sections._method.num_steps
-        gate.say(section=sections.completed, step=steps, of=sections.took_part, present=sections.members, ends=ends)
+        of, present, left = sections.took_part, sections.members, sections.left
+        gate.say(section=sections.completed, step=steps, of=of, present=present, left=left, ends=ends)
 
     def joining(sections: Sections) -> None:
         gate.say(joins=sections.id)
@@ -81,8 +82,10 @@ def watch_sections(gate: Gate) -> None:
         join(sections)
         tell(sections)
 
-    def running(sections: Sections, section: Any, before: Any, asks: bool = True, ends: bool = False) -> None:
-        run(sections, section, before, asks, ends)
+    def running(
+        sections: Sections, section: Any, before: Any, asks: bool = True, ends: bool = False, leaves_by: Any = None
+    ) -> None:
+        run(sections, section, before, asks, ends, leaves_by)
         tell(sections, ends)
 
     Sections.join, Sections.run = joining, running  # type: ignore[assignment, method-assign]
@@ -122,7 +125,7 @@ TRAININGS: dict[str, Callable[[], Any]] = {"plain": plainly, "lightning": in_tra
 
 @dataclass(frozen=True)
 class Told:
-    """What a process has told of a section: its number, steps, whose data it has, and who is there after it."""
+    """What a process has told of a section: number, steps, whose data it has, who is there then, and who has left."""
 
     by: str
     section: int
@@ -130,6 +133,7 @@ class Told:
     of: tuple[str, ...]
     present: tuple[str, ...]
     ends: bool
+    left: tuple[str, ...] = ()
 
 
 def disagreement(told: Sequence[Told]) -> str | None:
@@ -149,16 +153,19 @@ def sections_of(told: Sequence[Told]) -> tuple[list[str], list[Section]]:
     begin: set[str] = set()
     of: dict[int, Told] = {}
     present: dict[int, set[str]] = {}
+    left: dict[int, set[str]] = {}
     for one in told:
         if one.section == 0:
             begin |= set(one.present)
         elif one.of:
             of[one.section] = one
         present.setdefault(one.section, set()).update(one.present)
+        left.setdefault(one.section, set()).update(one.left)
     sections = []
     for number in sorted(of):
         one = of[number]
-        sections.append(Section(one.step, one.of, tuple(sorted(present[number].difference(one.of))), one.ends))
+        new = sorted(present[number].difference(one.of))
+        sections.append(Section(one.step, one.of, tuple(new), one.ends, tuple(sorted(left[number]))))
     return sorted(begin), sections
 
 

@@ -23,16 +23,17 @@ MakeOuter = Callable[[list[Tensor], int], Optimizer]
 
 @dataclass(frozen=True)
 class Section:
-    """What replicas did together after so many steps: who took part, and who was new after it."""
+    """What replicas did together after so many steps: who took part, who was new after it, and who has left with it."""
 
     step: int
     took_part: tuple[str, ...]
     new: tuple[str, ...] = ()
     ends: bool = False
+    left: tuple[str, ...] = ()
 
     @property
     def present(self) -> list[str]:
-        return sorted([*self.took_part, *self.new])
+        return sorted({*self.took_part, *self.new}.difference(self.left))
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Simulation:
                 self._average()
             for name in section.new:
                 self.replicas[name] = copy.deepcopy(self.replicas[min(section.took_part)])
+            self._lose(section.left, keeps_state=True)
             self.replicas = {name: self.replicas[name] for name in section.present}
             share = section.present
         return self.replicas
@@ -108,14 +110,14 @@ class Simulation:
             self.loss(replica.model, samples).backward()
             replica.optimizer.step()
 
-    def _lose(self, lost: Sequence[str]) -> None:
-        """With a lost replica its shard of the outer optimizer's state is lost, which is zero then."""
+    def _lose(self, lost: Sequence[str], keeps_state: bool = False) -> None:
+        """With a lost replica its shard of the outer optimizer's state is lost, and is zero then, if it is not kept."""
         if lost and self._outer is not None:
             assert self.make_outer is not None
             weights: list[Tensor] = list(self._global.parameters())
             names = list(self.replicas)
             after = self.make_outer(weights, len(names) - len(lost))
-            shards = [(names.index(name), len(names)) for name in lost]
+            shards = [] if keeps_state else [(names.index(name), len(names)) for name in lost]
             self._outer = with_lost_shards(self._outer, after, weights, shards)
         for name in lost:
             del self.replicas[name]

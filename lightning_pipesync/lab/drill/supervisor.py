@@ -140,7 +140,8 @@ def seen_of(case: Case, scene: Scene) -> Seen:
         counts = member.again or member.rank not in lost
         if counts:
             of, present = tuple(event["of"]), tuple(event["present"])
-            told.append(Told(str(member.rank), event["section"], event["step"], of, present, event["ends"]))
+            left = tuple(event["left"])
+            told.append(Told(str(member.rank), event["section"], event["step"], of, present, event["ends"], left))
         if member.again:
             entered.add(member.rank)
         elif counts:

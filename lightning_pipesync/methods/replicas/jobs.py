@@ -185,9 +185,9 @@ class ElasticReplicaMethod(ReplicaMethod):
         result = super()._step(index, update)
         if self._sections is None:
             return result
-        if self._departure.is_now and index == len(self._units) - 1 and not self.has_left:
-            if not any(unit.is_under_way for unit in self._units):  # the others would wait for this replica
-                self._sections.leave_now()
+        is_under_way = any(unit.is_under_way for unit in self._units)  # then the others would wait for this replica
+        if self._departure.is_now and index == len(self._units) - 1 and not (self.has_left or is_under_way):
+            self._sections.leave_now()
         if self.has_left and dist.get_rank() == 0:
             warnings.warn(
                 f"This replica was asked to leave, and has left after {self.num_rounds} rounds.", stacklevel=4

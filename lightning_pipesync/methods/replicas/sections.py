@@ -58,6 +58,7 @@ class Sections:
         completed: the number of sections so far.
         took_part: the ids of the replicas whose data the last of them has; empty: this one was not among them.
         members: the ids of the replicas that are there after it, those that are new, too.
+        left: the ids of those that have left in order with it.
         generation: of the last quorum.
         has_joined: whether this replica is one of those that train.
         has_left: whether it was asked to leave, and has; all ranks of the job have then.
@@ -81,6 +82,7 @@ class Sections:
         self.id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
         self.completed, self.generation, self.has_joined, self.has_left = 0, "", False, False
         self.took_part: list[str] = []
+        self.left: list[str] = []
         self._shared_by: tuple[str, ...] = ()  # the data
         self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
         self._was_silent = False  # when it has asked last
@@ -158,7 +160,7 @@ class Sections:
         """
         number = self.completed + 1
         is_final = is_repeated = False
-        last = -1 if leaves_by is None else number
+        last, self.left = -1 if leaves_by is None else number, []
         while True:
             undoable = self.completed == number and not is_final
             unasked = None if asks or is_repeated or self._line is None else self._agreed()
@@ -343,6 +345,7 @@ class Sections:
         snapshot, self._gathered = self._gathered or self._method.snapshot(), None
         key, first = self._key(agreement, "new"), agreement.staying[0]
         self._connect(agreement.members, key, snapshot, first, agreement.new, agreement.leaving)
+        self.left = _ids(agreement.leaving)
         self._divide()
 
     def _divide(self, among: Sequence[str] = ()) -> None:
