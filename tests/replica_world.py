@@ -115,6 +115,9 @@ class Data:
         line = self._method._line
         self.size = (among or (line.rank, line.size))[1]
 
+    def common(self) -> list[Any]:
+        return []
+
 
 class Method:
     """What :class:`Sections` needs of a method; the state is the members of each round."""

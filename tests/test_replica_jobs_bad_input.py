@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD, LocalSGDConfig
 from lightning_pipesync.core import extras
@@ -84,6 +85,31 @@ def begin_with_another_rate(replica: int) -> Any:
     outcome = raised(sync.join)
     sync.detach()
     return outcome
+
+
+def begin_with_other_data(replica: int) -> Any:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=2, timeout_s=10)
+
+    def train() -> None:
+        loader = sync.prepare_train_loader(DataLoader(range(40), batch_size=4 + 4 * replica))
+        for _ in zip(range(4), loader, strict=False):
+            optimizer.zero_grad()
+            loss(model, sync.num_steps, replica).backward()
+            sync.step()
+
+    outcome = raised(train), sync.num_rounds
+    sync.detach()
+    return outcome
+
+
+def test_replicas_that_begin_divide_the_same_data() -> None:
+    """One with others is refused at the first round, and the first goes on."""
+    first, refused = launch_replicas(begin_with_other_data, 2)
+    assert first == (None, 2)
+    assert_raised(refused[0], "ValueError", "with batch_size=8, and the others with batch_size=4")
+    assert refused[1] == 0
 
 
 def test_replicas_that_begin_have_the_same_hyperparameters() -> None:

@@ -102,6 +102,10 @@ class Place:
     seed: int
 
 
+#: The fields of a place that are the same for all members.
+COMMON = ("samples_in_data_set", "batch_size", "drop_last", "shuffle", "seed")
+
+
 class ElasticOrder:
     """Where a loader with an :class:`ElasticSampler` is in its epoch, counted in batches.
 
@@ -124,10 +128,12 @@ class ElasticOrder:
     def place(self, epoch: int, num_batches: int) -> dict[str, Any]:
         """Returns the fields of the :class:`Place` after ``num_batches`` batches of the epoch."""
         self.begin_at(epoch, num_batches)
-        sampler, size = self.sampler, batch_size(self._loader)
-        drop_last = sampler.drop_last or self._loader.drop_last
-        of_data = sampler.dataset_size, size, drop_last, sampler.shuffle, sampler.seed
-        return asdict(Place(epoch, num_batches, sampler.offset, *of_data))
+        return asdict(Place(epoch, num_batches, self.sampler.offset, *self._of_data))
+
+    def common(self) -> dict[str, Any]:
+        """Returns what all members must have in common."""
+        here = asdict(Place(0, 0, 0, *self._of_data))
+        return {name: here[name] for name in COMMON}
 
     def go_to(self, place: dict[str, Any]) -> None:
         """Begins the next iteration at another member's place.
@@ -136,13 +142,8 @@ class ElasticOrder:
             ValueError: this member has other data.
         """
         there = Place(**place)
-        here = self.place(there.epoch, 0)
-        for name in ("samples_in_data_set", "batch_size", "drop_last", "shuffle", "seed"):
-            if here[name] != place[name]:
-                raise ValueError(
-                    f"This replica divides its training data with {name}={here[name]}, and the others with "
-                    f"{name}={place[name]}: give all replicas the same data set, batch size, order and seed."
-                )
+        check_common(self.common(), place)
+        self.begin_at(there.epoch, 0)
         self.sampler.offset, self.sampler.done = there.offset, there.num_batches * there.batch_size
 
     def divide(self, place_of_data: tuple[int, int], epoch: int, num_batches: int) -> bool:
@@ -155,3 +156,19 @@ class ElasticOrder:
         self.begin_at(epoch, num_batches)
         self.sampler.rank, self.sampler.num_replicas = place_of_data
         return True
+
+    @property
+    def _of_data(self) -> tuple[int, int, bool, bool, int]:
+        sampler = self.sampler
+        drop_last = sampler.drop_last or self._loader.drop_last
+        return sampler.dataset_size, batch_size(self._loader), drop_last, sampler.shuffle, sampler.seed
+
+
+def check_common(here: dict[str, Any], there: dict[str, Any]) -> None:
+    """Raises a ValueError if this member has other data than another one, with the first difference."""
+    for name in COMMON:
+        if here[name] != there[name]:
+            raise ValueError(
+                f"This replica divides its training data with {name}={here[name]}, and the others with "
+                f"{name}={there[name]}: give all replicas the same data set, batch size, order and seed."
+            )

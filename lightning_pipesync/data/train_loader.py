@@ -82,6 +82,10 @@ class TrainLoader(LoaderWrapper):
             return {"epoch": self.epoch, "num_batches": self._num_batches}
         return self._order.place(self.epoch, self._num_batches)
 
+    def common(self) -> dict[str, Any] | None:
+        """Returns what the members must have in common; None without an ``ElasticSampler``."""
+        return None if self._order is None else self._order.common()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next iteration resume from a ``state_dict``; an iteration that runs continues there.
 

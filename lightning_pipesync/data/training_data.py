@@ -40,6 +40,8 @@ class HasPlace(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def common(self) -> dict[str, Any] | None: ...
+
     def redivide(self, place_of_data: tuple[int, int]) -> None: ...
 
 
@@ -115,6 +117,10 @@ class TrainingData:
         Members at the same step whose loaders divide the same data have the same position.
         """
         return [loader.state_dict() for loader in self._present()]
+
+    def common(self) -> list[dict[str, Any]]:
+        """Returns what the members must have in common, of each loader whose data are divided, in that order."""
+        return [common for loader in self._present() if (common := loader.common()) is not None]
 
     def go_to(self, position: list[dict[str, Any]]) -> None:
         """Continues at another member's position: the loaders that are prepared, and those that will be.

@@ -99,6 +99,10 @@ class TrainerPlace:
             self._order.begin_at(epoch, num_batches)
         restart_train_loader(self._trainer)
 
+    def common(self) -> dict[str, Any] | None:
+        """Returns what the jobs must have in common; None if the order is the user's own."""
+        return None if self._order is None else self._order.common()
+
     def redivide(self, place_of_data: tuple[int, int]) -> None:
         """Divides what is left of the epoch from the next batch on: this is now the k-th of n members, as in (k, n)."""
         self._place_of_data = place_of_data

@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -55,6 +55,7 @@ class Standing:
     ends: bool = False  # whether it asks for the last time, at the end of its training
     steps_after: int = -1  # after how many sections it has taken its last steps
     shared_by: tuple[str, ...] = ()  # the ids of those who had a share of the data in these steps
+    data: list[dict[str, Any]] = field(default_factory=list)  # what its data have in common with the others', by loader
     last: int = -1  # the number of the last section in which it takes part, as it leaves; -1: it stays
 
 

@@ -38,6 +38,7 @@ from lightning_pipesync.core.comm.line import Line, give_up, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
 from lightning_pipesync.core.faults.errors import DamagedMessageError, is_lost_peer
 from lightning_pipesync.core.faults.lighthouse import Lighthouse, Member, Standing
+from lightning_pipesync.data.elastic import check_common
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod, Snapshot
@@ -157,6 +158,7 @@ class Sections:
         Raises:
             LeftOutError: the others have continued without this replica.
             RuntimeError: the lighthouse does not answer.
+            ValueError: this replica divides other data than the others.
         """
         number = self.completed + 1
         is_final = is_repeated = False
@@ -176,6 +178,7 @@ class Sections:
                     "This replica did not answer in time, and the others have continued without it: its weights are "
                     "out of date. End this process, and start it again: it then gets theirs."
                 )
+            self._check_data(agreement)
             stands = agreement.completed == number
             if is_repeated and not stands:
                 self._method.undo_averages()
@@ -244,6 +247,7 @@ class Sections:
             not self.has_joined,
             ends,
             *self._steps,
+            data=self._method.data.common(),
             last=last,
         )
         quorum = None if self._lighthouse is None else self._lighthouse.ask(standing, deadline)
@@ -254,6 +258,9 @@ class Sections:
     def _say_goodbye(self) -> None:
         """Leaves for good; what the others are still to receive is on its way."""
         self.has_left = True
+        self._tell_goodbye()
+
+    def _tell_goodbye(self) -> None:
         if self._lighthouse is not None:
             self._lighthouse.leave(Standing(self.completed, self.generation, last=self.completed))
 
@@ -263,6 +270,17 @@ class Sections:
 
     def _is_in(self, agreement: Agreement) -> bool:
         return self.id in _ids(agreement.continuing)
+
+    def _check_data(self, agreement: Agreement) -> None:
+        """Raises a ValueError if this replica divides other data than the first one."""
+        first = agreement.continuing[0]
+        try:
+            for here, there in zip(self._method.data.common(), first.standing.data, strict=False):
+                check_common(here, there)
+        except ValueError:
+            self._tell_goodbye()
+            self.close()
+            raise
 
     def _was_left_behind(self, agreement: Agreement) -> bool:
         """Returns whether the others may have trained on without this replica, and ended: it was silent, and is alone.
