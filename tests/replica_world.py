@@ -89,13 +89,15 @@ class Process:
         while len(self.method.rounds) < self.world.num_rounds:
             each.send_rest()
             self.method.data.offset += self.method.data.size  # a step
+            before = len(self.method.rounds)
             asks = not self.world.unasked or len(self.method.rounds) % self.world.unasked == 0
             if self.told and asks and self.world.random.random() < 0.2:
                 each.leave_now()
             else:
                 leaves_by = 1.0 if self.told and asks else None
                 each.run(self.method.section, self.method.snapshot(), asks=asks, leaves_by=leaves_by)
-            self.world.note(self)
+            if not each.has_left or len(self.method.rounds) > before:
+                self.world.note(self)
             if each.has_left:
                 return "left"
         each.end(self.method.section)

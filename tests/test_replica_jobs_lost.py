@@ -327,7 +327,7 @@ def test_several_losses(tmp_path: Path) -> None:
         "EASGD": ({"outer_optimizer": "elastic"}, {"make_outer": center, "elastic": 0.9}),
     }
     jobs = {name: Job(each, fates, lost, given, replicas=4) for name, (each, given) in settings.items()}
-    for phase in ("sums", "meeting", "new groups", "new shards"):
+    for phase in ("sums", "meeting", "new groups", "new shards"):  # in the first, both at once
         jobs[f"sums, {phase}"] = Job(DILOCO, {1: "sums", 2: phase}, {1: 6, 2: 6}, NESTEROV, replicas=4)
     run(jobs, tmp_path)
 
