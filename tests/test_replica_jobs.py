@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.harness import launch
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.replica_jobs import TIMEOUT_S, launch_replicas
 
-STEPS, PERIOD = 11, 3
+STEPS, PERIOD, SAVED = 11, 3, 7
 
 #: Settings, and whether the weights are those of one job: residuals do not start at zero there.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -69,6 +70,43 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
     assert_same(of_jobs[0][1], of_jobs[1][1], name)
     if name in ("FedAvg", "DiLoCo", "int4", "states"):  # the agreed weights are the average that the flush takes then
         assert_same(of_jobs[0][1], of_ranks[0][1], name)
+
+
+def resume(rank: int) -> tuple[Any, ...]:
+    """Trains on from checkpoints that all have, within a round, and from one that a single replica has; of DiLoCo."""
+    saved: dict[str, Any] = {}
+    outcomes = []
+    for name in ("whole", "resumed", "the last has a checkpoint"):
+        model = seeded_mlp(rank, batch_norm=True)
+        if name == "resumed" or (saved and rank == 2):
+            model.load_state_dict(saved["model"])
+        optimizer = OPTIMIZERS["sgd"](model)
+        sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S, outer_optimizer="nesterov")
+        if name == "resumed" or (saved and rank == 2):
+            sync.load_state_dict(saved["method"])
+        sync.join()
+        first = sync.num_steps
+        for step in range(first, STEPS):
+            if step == SAVED and name == "whole":
+                sync.flush()
+                saved = copy.deepcopy({"model": model.state_dict(), "method": sync.state_dict()})
+                sync.resume()
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            sync.step()
+        sync.end()
+        sync.detach()
+        outcomes.append((first, state(model)))
+    return tuple(outcomes)
+
+
+def test_replicas_resume_from_the_same_step_bit_for_bit() -> None:
+    """Each with its own weights and states. If one alone has a checkpoint, all begin with it."""
+    outcomes = launch_replicas(resume, 3)
+    for (_, whole), (first, resumed), (last, of_last) in outcomes:
+        assert first == last == SAVED
+        assert_same(resumed, whole)
+        assert_same(of_last, outcomes[0][2][1])
 
 
 def test_other_methods_refuse_to_be_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.metric_info import MetricInfo
 from lightning_pipesync.methods.replicas.departure import Departure
 from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
+from lightning_pipesync.methods.replicas.resumed import Part, goes_on, tell_part
 from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.methods.settings import config_from
 
@@ -102,6 +103,7 @@ class ElasticReplicaMethod(ReplicaMethod):
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         super()._attach(parameters)
         self._place = self.transport.rank, self.transport.world_size  # of which the units are
+        self._resumed: Part | None = None  # of which a checkpoint was, until the first step
         self._handed: dict[str, Stateful] = {}  # what is handed over besides this method's state
         self._received: dict[str, dict[str, Any]] = {}  # of that what nobody has asked for yet
         self._waiting: list[int] = []  # ranks of new replicas that wait for it
@@ -142,7 +144,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         """
         if self._sections is None or self._sections.has_joined:
             return
-        for of_unit in self._replicas:
+        for of_unit in self._replicas if self._resumed is None else []:
             of_unit.set_global_weights()
         self._changes.loaded = False
         self._sections.join()
@@ -173,6 +175,7 @@ class ElasticReplicaMethod(ReplicaMethod):
             )
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
+        self._resumed = None
         if self._sections is not None:
             self._end_if_left()
             self._sections.go_on()
@@ -288,6 +291,17 @@ class ElasticReplicaMethod(ReplicaMethod):
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         self.end()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns that of :meth:`ReplicaMethod.state_dict`; with ``lighthouse`` it has a part of the outer state."""
+        place = {} if self._sections is None else {"place": list(self._place)}
+        return {**super().state_dict(), **place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :meth:`ReplicaMethod.load_state_dict`; with ``lighthouse`` before :meth:`join`."""
+        super().load_state_dict(state)
+        if self._sections is not None and "place" in state:
+            self._place = self._resumed = tuple(state["place"])
+
     def launch(self) -> None:
         """Sends what averages that have started in a section send under the next steps."""
         for unit in self._units:
@@ -332,12 +346,14 @@ class ElasticReplicaMethod(ReplicaMethod):
         self._waiting = []
         is_new = line.rank in new
         if is_new:
-            snapshot = self._take_over(self.transport.receive_state(first))
+            snapshot = self._take_over(self.transport.receive_state(first), first)
         elif line.rank == first and new:
             handover = self._handover(snapshot)
             for rank in new:
                 self.transport.send_state(handover, rank)
             self._waiting = list(new)
+            if self._resumed is not None:
+                tell_part(self.transport, self._resumed)
         present = snapshot.with_outer_states(partial(_resharded, snapshot.rank, snapshot.world_size, self.transport))
         # All have arrived: if one is lost before, the units stay as they are.
         for unit in self._units:
@@ -346,6 +362,8 @@ class ElasticReplicaMethod(ReplicaMethod):
         for unit, saved in zip(self._units, present.units, strict=True):
             unit.restore(saved)
         self._changes = replace(snapshot.changes)
+        if new:
+            self._resumed = None
 
     def undo_averages(self) -> None:
         """Restores the tensors that no optimizer updates; not a collective call."""
@@ -388,18 +406,28 @@ class ElasticReplicaMethod(ReplicaMethod):
             "tensors": [tensor.detach() for tensor in self._all_tensors()],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "data": self.data.position(),
+            "resumed": self._resumed,
             "snapshot": {**vars(snapshot), "changes": asdict(snapshot.changes)},
         }
 
     @torch.no_grad()
-    def _take_over(self, handover: dict[str, Any]) -> Snapshot:
-        """Takes over the state of another replica; returns the snapshot to continue from.
+    def _take_over(self, handover: dict[str, Any], first: int) -> Snapshot:
+        """Takes over the state of replica ``first``; returns the snapshot to continue from.
+
+        Keeps its own, if both have loaded what they had after the same step.
 
         Raises:
             ValueError: this replica has other settings, or another model.
         """
-        begins = not handover["snapshot"]["units"][0]["steps"][0]
+        units, own = handover["snapshot"]["units"], self.snapshot()
+        begins = not units[0]["steps"][0]
         raise_if_different(handover["described"], self._described(begins), self.transport.rank)
+        if handover["resumed"]:
+            is_same = [unit["steps"] for unit in units] == [unit["steps"] for unit in own.units]
+            part = self._resumed if is_same else None
+            if goes_on(self.transport, part, tuple(handover["resumed"]), first):
+                self.data.go_to(handover["data"])
+                return own
         foreach_copy_(self._all_tensors(), handover["tensors"])
         for optimizer, state in zip(self.optimizers, handover["optimizers"], strict=True):
             load_optimizer_state(optimizer, state)

@@ -105,7 +105,7 @@ class Sections:
             RuntimeError: there are too few replicas to begin with; or the lighthouse does not answer.
             ValueError: this replica has other settings, or another model.
         """
-        begin = time.monotonic()
+        begin, self.completed = time.monotonic(), self._method.num_steps  # the latest checkpoint begins
         while not self.has_joined:
             agreement = self._agree()
             if agreement is None or not agreement.staying:
