@@ -2,6 +2,7 @@
 
 PIPESYNC_METHOD=selsync accelerate launch --config_file integrations/accelerate/cpu.yaml examples/accelerate_digits.py
 pipesync launch --config_file integrations/accelerate/selsync_cpu.yaml examples/accelerate_digits.py
+PIPESYNC_METHOD=local_sgd pipesync launch --replicas 2 examples/accelerate_digits.py     # jobs that come and go
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100 * accelerator.num_processes, gamma=0.7)
     model, optimizer, scheduler, test_loader = accelerator.prepare(model, optimizer, scheduler, test_loader)
-    for _ in range(options.epochs):
+    first = train_loader.epoch if accelerator.is_job else 0  # a job that comes later begins where the others are
+    for _ in range(first, options.epochs):
         model.train()
         for x, y in train_loader:
             with accelerator.accumulate(model):
@@ -65,7 +67,8 @@ def train(
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-    model.eval()  # on all processes: the weights become the consolidated ones
+    accelerator.end()  # on all processes: the weights become the consolidated ones
+    model.eval()
     hits = []
     for x, y in test_loader:
         with torch.no_grad():

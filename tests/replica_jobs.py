@@ -44,6 +44,15 @@ def become_replica(address: str, replica: int, number: int) -> None:
     torch.set_num_threads(1)
 
 
+def as_replica(function: Callable[..., Any], address: str, number: int) -> Any:
+    """Calls a function on a process that is a replica, of ``number`` with which training begins."""
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    become_replica(address, rank, number)
+    return function(rank) if rank < number else None
+
+
 @contextmanager
 def lighthouse(port: int = 0, wait_for_frozen_s: int = TIMEOUT_S) -> Iterator[str]:
     """Context with a lighthouse in this process; returns its address.

@@ -57,8 +57,8 @@ def test_plugin_from_the_environment(tmp_path: Path) -> None:
     assert PipeSyncPlugin.from_environment({"HOME": "/", "PIPESYNC_NUM_PROCESSES": "2"}) is None
     of_launcher = {"PIPESYNC_LIGHTHOUSE": "host0:1", "PIPESYNC_REPLICA": "0", "PIPESYNC_NUM_REPLICAS": "2"}
     assert PipeSyncPlugin.from_environment(of_launcher) is None
-    with pytest.raises(ValueError, match="lighthouse='host0:1' is for plain loops, Lightning and Fabric"):
-        PipeSyncPlugin("local_sgd", lighthouse="host0:1")
+    with pytest.raises(ValueError, match="no setting 'lighthouse'"):
+        PipeSyncPlugin("selsync", lighthouse="host0:1")
     plugin = PipeSyncPlugin.from_environment(
         {"PIPESYNC_METHOD": "selsync", "PIPESYNC_DELTA": "inf", "PIPESYNC_INJECTION": "[0.5, 0.25]"}
     )

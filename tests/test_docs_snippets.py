@@ -37,6 +37,15 @@ class Run:
 
 
 SELSYNC = "from lightning_pipesync import SelSync\nsync = SelSync(model, optimizer)\nx, y = next(iter(loader))"
+#: A lighthouse for a replica that is a job of its own.
+LIGHTHOUSE = """
+import os
+from torch.optim.lr_scheduler import StepLR
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+os.environ["PIPESYNC_LIGHTHOUSE"] = "127.0.0.1:" + server.address().rpartition(":")[2]
+scheduler, epochs = StepLR(optimizer, 1), 2
+"""
 #: Of the snippets that need more than :func:`stand_ins`, by page and the start of the snippet.
 RUNS = {
     ("README", "from lightning_pipesync import DeAR"): Run(after="sync.detach()"),
@@ -144,15 +153,9 @@ RUNS = {
         "sync = DeAR(model, optimizer)\nfor x, y in loader:\n    loss_function(model(x), y).backward()\n    break",
         "sync.detach()",
     ),
-    ("replicas", "from lightning_pipesync import LocalSGD\n"): Run(
-        "import os\n"
-        "from torch.optim.lr_scheduler import StepLR\n"
-        "from torchft.coordination import LighthouseServer\n"
-        "server = LighthouseServer(bind='127.0.0.1:0', min_replicas=1)\n"
-        "os.environ['PIPESYNC_LIGHTHOUSE'] = '127.0.0.1:' + server.address().rpartition(':')[2]\n"
-        "scheduler, epochs = StepLR(optimizer, 1), 2",
-        "server.shutdown()",
-        init=False,
+    ("replicas", "from lightning_pipesync import LocalSGD\n"): Run(LIGHTHOUSE, "server.shutdown()", init=False),
+    ("replicas", "from lightning_pipesync import PipeSyncAccelerator"): Run(
+        LIGHTHOUSE, "accelerator.end_training()\nserver.shutdown()", ranks=1, init=False
     ),
     ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
 }

@@ -84,8 +84,50 @@ pl.Trainer(
 report(module)
 """
 
+ACCELERATE = """
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 
-@pytest.mark.parametrize("loop", [PLAIN, TRAINER], ids=["a plain loop", "a Trainer"])
+class Counter:
+    steps = 0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+plugin = PipeSyncPlugin("local_sgd", period=PERIOD, outer_optimizer="nesterov", timeout_s=100)
+accelerator = PipeSyncAccelerator(plugin, dataloader_config=DataLoaderConfiguration(data_seed=7))
+model, counter = seeded_mlp(int(name), batch_norm=True), Counter()
+accelerator.register_for_checkpointing(counter)
+network, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+train_loader = accelerator.prepare_train_loader(DataLoader(range(60), 4, shuffle=True))
+left = MORE if is_back else None
+for epoch in range(train_loader.epoch, 100_000):
+    for batch in train_loader:
+        kill(counter.steps)
+        optimizer.zero_grad()
+        accelerator.backward(loss(network, counter.steps, int(name)))
+        optimizer.step()
+        counter.steps += 1
+        present, step = accelerator.metrics()["local_sgd/replicas"], counter.steps
+        if left is not None:
+            left -= 1
+        elif step > KILLED and step % PERIOD == 0 and present == 3:
+            left = MORE
+        if left == 0:
+            break
+    if left == 0:
+        break
+accelerator.end()
+report(model)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("loop", [PLAIN, TRAINER, ACCELERATE], ids=["a plain loop", "a Trainer", "Accelerate"])
 def test_a_replica_that_is_killed_comes_back(loop: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(BEGIN + loop)

@@ -6,11 +6,13 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_pipesync import LocalSGD, SelSync
+from lightning_pipesync import EAPipe, LocalSGD, PipeSyncPlugin, SelSync
+from lightning_pipesync.accelerate.launched import check_method
 from tests.harness import launch
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.replica_jobs import TIMEOUT_S, launch_replicas
@@ -112,5 +114,13 @@ def test_replicas_resume_from_the_same_step_bit_for_bit() -> None:
 def test_other_methods_refuse_to_be_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPESYNC_LIGHTHOUSE", "host0:29510")
     model = seeded_mlp()
-    with pytest.raises(ValueError, match=r"PIPESYNC_LIGHTHOUSE=host0:29510 is set.*SelSync needs all ranks"):
-        SelSync(model, OPTIMIZERS["sgd"](model))
+    for make in (
+        lambda: SelSync(model, OPTIMIZERS["sgd"](model)),
+        lambda: check_method(PipeSyncPlugin("selsync")),  # of an Accelerator with one process, which attaches nothing
+    ):
+        with pytest.raises(ValueError, match=r"PIPESYNC_LIGHTHOUSE=host0:29510 is set.*SelSync needs all ranks"):
+            make()
+    with pytest.raises(ValueError, match=r"PIPESYNC_LIGHTHOUSE=host0:29510 is set.*EAPipe needs all ranks"):
+        EAPipe(model, None, lambda parameters: OPTIMIZERS["sgd"](torch.nn.ParameterList(parameters)))
+    with pytest.raises(ValueError, match=r"and no method: set PIPESYNC_METHOD=local_sgd"):
+        check_method(None)

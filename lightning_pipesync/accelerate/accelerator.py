@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,32 +10,32 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.accelerate import loaders
-from lightning_pipesync.accelerate.launched import check_num_processes, check_support, ranks_of_host
+from lightning_pipesync.accelerate.launched import (
+    check_method,
+    check_num_processes,
+    check_support,
+    ranks_of_host,
+)
+from lightning_pipesync.accelerate.loading import LoadingAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer, synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import (
     check_accelerator,
     check_marked,
-    is_prepared,
     mark_prepared,
     replace_prepared_optimizer,
 )
-from lightning_pipesync.accelerate.sharded import ShardingAccelerator
 from lightning_pipesync.accelerate.sharding import (
     replicas_of,
-    shards_by_fsdp2,
     warn_of_one_replica,
     with_replicas,
 )
 from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown
-from lightning_pipesync.data.loaders import num_batches
-from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod, PipelineSettings
+from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
 from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
@@ -45,7 +44,7 @@ from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions
 
 
-class PipeSyncAccelerator(ShardingAccelerator):
+class PipeSyncAccelerator(LoadingAccelerator):
     """``accelerate.Accelerator`` whose ``prepare`` attaches a method of this package to models and optimizers.
 
     The training loop does not change::
@@ -58,7 +57,8 @@ class PipeSyncAccelerator(ShardingAccelerator):
             accelerator.backward(loss_function(model(x), y))
             optimizer.step()
 
-    With one process, or without a plugin, it is a plain Accelerator.
+    With one process, or without a plugin, it is a plain Accelerator. With ``lighthouse`` each job is a replica, and
+    they come and go; see docs/replicas.md.
 
     Args:
         pipesync: the method and its settings; None: those in the environment, see PipeSyncPlugin.from_environment.
@@ -77,12 +77,15 @@ class PipeSyncAccelerator(ShardingAccelerator):
         if not torch.accelerator.is_available():
             accelerator_kwargs.setdefault("cpu", True)  # otherwise Accelerate looks for a GPU in every launched process
         if self.pipesync is not None:
-            accelerator_kwargs = with_replicas(accelerator_kwargs, self.pipesync.method)
+            is_job = self.pipesync.config.num_jobs is not None
+            accelerator_kwargs = with_replicas(accelerator_kwargs, self.pipesync.method, is_job)
         super().__init__(**accelerator_kwargs)
         check_accelerator(self)
         check_num_processes(self.num_processes)
+        check_method(self.pipesync)
         if self.pipesync is not None:
             check_support(self)
+        if self.pipesync is not None and not self.is_job:
             if not self.pipesync.method_type.makes_passes:  # a pipeline tells so by itself
                 warn_of_one_rank(self.pipesync.method_type.__name__, self.num_processes)
             warn_of_one_replica(self, self.pipesync.method_type.__name__)
@@ -91,9 +94,6 @@ class PipeSyncAccelerator(ShardingAccelerator):
         self._sessions = Sessions()
         at_shutdown(self._sessions.end)  # a script need not call end_training()
         self._preparing = False
-        self._loader_checked = self._loader_is_for_training = False
-        self._num_batches: int | None = None  # of the training loader in an epoch
-        self._batches_per_step = 1  # times gradient_accumulation_steps
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -149,60 +149,6 @@ class PipeSyncAccelerator(ShardingAccelerator):
         self._attach()
         return prepared
 
-    @override
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        """Prepares a loader of other than training data, or of training data in Accelerate's order.
-
-        In pipelines all ranks load the same batches.
-        """
-        if self._loader_is_for_training:
-            return self.prepare_train_loader(data_loader)
-        if self._synchronizes and self._pipelined is not None and not is_prepared(data_loader):
-            return loaders.for_pipeline(self, data_loader)
-        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-
-    def prepare_train_loader(self, data_loader: DataLoader[Any]) -> Any:
-        """Prepares the training loader, in the order of ``partition`` and with data injection if that is set.
-
-        Pipelines side by side divide it; the ranks of each load the same batches.
-
-        Its order depends on the epoch only, so a run can resume within an epoch at the same batch:
-        ``loader.set_epoch(epoch)``, then ``accelerator.skip_first_batches(loader, num_batches)``.
-
-        Raises:
-            ValueError: the data set has fewer samples than there are ranks, or data injection is set and the loader has
-                no batches.
-        """
-        self._loader_checked, self._loader_is_for_training = True, False
-        if is_prepared(data_loader):
-            raise ValueError(
-                "The loader was prepared before, and would be divided twice: pass the original loader to "
-                "prepare_train_loader(), and not to prepare()."
-            )
-        if self._synchronizes and (plugin := self._pipelined) is not None:
-            config = cast("PipelineSettings", plugin.config)
-            return loaders.for_pipeline(self, data_loader, *config.data_part(self.process_index, self.num_processes))
-        if (plugin := self._synced) is None:
-            return self.prepare_data_loader(data_loader)
-        prepared = loaders.for_training(self, data_loader, plugin.config, lambda: self._training_data)
-        self._num_batches = num_batches(prepared)
-        return prepared
-
-    @contextmanager
-    def preparing_train_loader(self, batches_per_step: int = 1) -> Iterator[None]:
-        """Context manager in which the next loader that is prepared is the training loader.
-
-        Args:
-            batches_per_step: batches that the caller accumulates by itself, besides ``gradient_accumulation_steps``.
-        """
-        self._loader_is_for_training, self._batches_per_step = True, batches_per_step
-        try:
-            yield
-        finally:
-            self._loader_is_for_training = False
-
     def prepare_pipeline(
         self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
     ) -> PipelineMethod:
@@ -246,17 +192,12 @@ class PipeSyncAccelerator(ShardingAccelerator):
         Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
         """
         self._sessions.end()
+        self._train_loader = None
         return super().free_memory(*objects)
 
     def return_optimizer_states(self) -> None:
         """Restores the whole state of the optimizers, before :meth:`free_memory`; a collective call."""
         self._sessions.return_optimizer_states()
-
-    @override
-    def end_training(self) -> None:
-        """Ends the methods, trackers and process groups."""
-        self._sessions.end()
-        super().end_training()
 
     # --- a training step --------------------------------------------------------------------------------------------
 
@@ -331,32 +272,7 @@ class PipeSyncAccelerator(ShardingAccelerator):
         """Returns this rank's metrics of the method, for logging, by ``METHOD/METRIC``."""
         return {} if self.pipesync is None else self._sessions.metrics(self.pipesync.method)
 
-    @override
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Returns the loader without its first batches, to resume within an epoch."""
-        if isinstance(dataloader, loaders.InjectedLoader):
-            return dataloader.skip_first_batches(num_batches)
-        if loaders.uses_work_queue(dataloader):  # the queue resumes where it was
-            return dataloader
-        return super().skip_first_batches(dataloader, num_batches)
-
     # --- helpers ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _synchronizes(self) -> bool:
-        if self.pipesync is None or self.num_processes == 1:
-            return False
-        return not shards_by_fsdp2(self) or replicas_of(self) is not None
-
-    @property
-    def _synced(self) -> PipeSyncPlugin | None:
-        """The plugin, if its method synchronizes what a loop computes; None: one process, or a pipeline."""
-        return self.pipesync if self._synchronizes and self._pipelined is None else None
-
-    @property
-    def _pipelined(self) -> PipeSyncPlugin | None:
-        """The plugin, if its method is a pipeline."""
-        return self.pipesync if self.pipesync is not None and self.pipesync.method_type.makes_passes else None
 
     @property
     def _takes_gradients(self) -> bool:
@@ -376,15 +292,12 @@ class PipeSyncAccelerator(ShardingAccelerator):
                 plugin.config,
                 ranks_of_host(),
                 self._traffic_backend,
-                loads_data=True,
+                loads_data=not self.is_job,
                 steps_per_epoch=self._steps_per_epoch,
                 replicas_of=lambda module: replicas_of(self) if is_sharded(module) else None,
             )
             self._sessions.attach(plan)
-
-    def _steps_per_epoch(self) -> int | None:
-        batches_per_step = self._batches_per_step * self.gradient_accumulation_steps
-        return None if self._num_batches is None else math.ceil(self._num_batches / batches_per_step)
+            self._meet_others()
 
     def _steps_of(self, parameters: list[Tensor]) -> list[clipping.OptimizerStep]:
         """Returns the steps of the optimizers that have some of the parameters, after reducing their gradients."""
@@ -396,20 +309,6 @@ class PipeSyncAccelerator(ShardingAccelerator):
                     optimizer.take_gradient()
                     concerned.append(step)
         return concerned
-
-    @property
-    def _training_data(self) -> TrainingData:
-        """The training data of the only, or of the first, method.
-
-        Raises:
-            RuntimeError: no model and optimizer are prepared.
-        """
-        if not self._sessions.sessions:
-            raise RuntimeError(
-                "The settings of the training data need a prepared model: call prepare(model, optimizer) before "
-                "prepare_train_loader(), with data injection before iterating."
-            )
-        return self._sessions.sessions[0].method.data
 
     def _refuse_pipeline(self, call: str) -> None:
         if (plugin := self._pipelined) is not None:

@@ -24,11 +24,18 @@ from lightning_pipesync.training.state import check_digest, state_of_rank
 
 
 def save_rank_states(
-    folder: str | Path, methods: Sequence[Method], name: str, rank: int, world_size: int, models: Sequence[nn.Module]
+    folder: str | Path,
+    methods: Sequence[Method],
+    name: str,
+    rank: int,
+    world_size: int,
+    models: Sequence[nn.Module],
+    places: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Writes the states of ``methods`` on this rank, and a checksum of the models' weights, to the rank's file.
 
-    Machines need not share the folder. Without methods, the file of an earlier checkpoint is removed.
+    ``places`` are those of training loaders in their data, where the replicas are jobs of their own. Machines need not
+    share the folder. Without methods, the file of an earlier checkpoint is removed.
     """
     if not methods:
         _file(folder, rank).unlink(missing_ok=True)
@@ -37,7 +44,7 @@ def save_rank_states(
     Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet
     saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models)}
     with replacing(_file(folder, rank)) as temporary:
-        torch.save({**saved, "states": states, "digest": digest(states)}, temporary)
+        torch.save({**saved, "states": states, "digest": digest(states), "places": list(places)}, temporary)
 
 
 def read_rank_states(
@@ -47,10 +54,10 @@ def read_rank_states(
     name: str,
     models: Sequence[nn.Module],
     config: Settings,
-) -> list[Any]:
-    """Returns the state of each method that :func:`save_rank_states` has written; a collective call.
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Returns the state of each method, and the places, that :func:`save_rank_states` has written; a collective call.
 
-    The list is empty if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is
+    The lists are empty if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is
     missing, damaged, or of other models raises a ValueError on all ranks.
     """
     job = None if transport is None else transport.job
@@ -68,7 +75,7 @@ def read_rank_states(
     of_ranks = [mine] if job is None else job.gather_objects(mine)
     first = next((entry for entry in of_ranks if entry is not None), None)
     if first is None:
-        return []
+        return [], []
     method, saved_size, num_states = first
     state: Any = state_of_rank(
         {"strategy": method, "world_size": saved_size, "ranks": {rank: saved and saved["states"]}},
@@ -78,7 +85,7 @@ def read_rank_states(
         removable=f"{_file('', 0).name} and its like",
     )
     if method != name or saved_size != len(of_ranks):
-        return []
+        return [], []
     if any(entry != first for entry in of_ranks):
         raise ValueError(
             f"Not all of the {len(of_ranks)} processes find what they need in {folder}: on machines without a "
@@ -89,7 +96,7 @@ def read_rank_states(
             f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} are "
             "prepared: prepare the same models before load_state()."
         )
-    return list(state)
+    return list(state), [] if saved is None else saved.get("places", [])
 
 
 def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:

@@ -8,8 +8,11 @@ import warnings
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
-from lightning_pipesync.accelerate.plugin import NUM_PROCESSES_VARIABLE
+from lightning_pipesync.accelerate.plugin import METHOD_VARIABLE, NUM_PROCESSES_VARIABLE, PipeSyncPlugin
 from lightning_pipesync.accelerate.sharding import leaves_replicas, shards_by_fsdp2
+from lightning_pipesync.core.faults.lighthouse import ADDRESS
+from lightning_pipesync.methods.settings import check_launch
+from lightning_pipesync.training.registry import METHODS
 
 #: Distributed types whose processes hold the whole model each.
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -32,6 +35,19 @@ def check_num_processes(num_processes: int) -> None:
             "does with --cpu and MULTI_CPU. Nothing is synchronized. Use --multi_gpu or 'distributed_type: MULTI_GPU', "
             "also for the CPU, with 'use_cpu: true'.",
             stacklevel=3,
+        )
+
+
+def check_method(plugin: PipeSyncPlugin | None) -> None:
+    """Checks that replicas that a launcher has started as jobs of their own train together."""
+    if plugin is not None:
+        check_launch(plugin.method_type.__name__, plugin.config)
+    elif address := os.environ.get(ADDRESS):
+        having = [name for name, method in METHODS.items() if "lighthouse" in method.config_type.__dataclass_fields__]
+        names = " or ".join(having)
+        raise ValueError(
+            f"{ADDRESS}={address} is set, as by `pipesync launch`, for replicas that come and go, and no method: set "
+            f"{METHOD_VARIABLE}={names}, or create PipeSyncAccelerator(PipeSyncPlugin({names!r}))."
         )
 
 

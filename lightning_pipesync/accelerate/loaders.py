@@ -12,7 +12,7 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import broadcast_object_list, send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, num_prepared_loaders
+from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, prepared_loaders
 from lightning_pipesync.data import adjusted_batch_size
 from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
 from lightning_pipesync.data.order import in_order, replaceable_order
@@ -49,15 +49,15 @@ def for_training(
     warning if ``partition="seldp"``.
     """
     if config.partition == "work_queue":
-        number = num_prepared_loaders(accelerator)
-        ordered = find_data().prepare(loader, _shared_seed(accelerator)).loader
+        number = len(prepared_loaders(accelerator))
+        ordered = find_data().prepare(loader, shared_seed(accelerator)).loader
         if isinstance(batches := sampler_of(ordered), WorkQueueBatches):
             batches.ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
             return _prepared(accelerator, ordered, divided_by=1)
     if config.partition != "seldp" and config.injection is None:
         return divided(accelerator, loader)
     num_samples = _batch_size(accelerator, loader, config.injection)
-    seed, world_size = _shared_seed(accelerator), accelerator.num_processes
+    seed, world_size = shared_seed(accelerator), accelerator.num_processes
     order = None
     if config.partition == "seldp":
         # A batch sampler, or samples without batches, stay in Accelerate's order.
@@ -93,7 +93,7 @@ def _batch_size(accelerator: Accelerator, loader: DataLoader[Any], injection: tu
 
 def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
     """Returns the loader divided among the ranks; ``set_epoch`` determines its shuffled order."""
-    return _prepared(accelerator, loader, accelerator.num_processes, seed=_shared_seed(accelerator))
+    return _prepared(accelerator, loader, accelerator.num_processes, seed=shared_seed(accelerator))
 
 
 def uses_work_queue(loader: Any) -> bool:
@@ -102,7 +102,7 @@ def uses_work_queue(loader: Any) -> bool:
 
 def for_pipeline(accelerator: Accelerator, loader: DataLoader[Any], part: int = 0, parts: int = 1) -> Any:
     """Returns the loader with the same batches in the same order on all ranks of a pipeline, which has one of parts."""
-    return _prepared(accelerator, loader, divided_by=parts, part=part, seed=_shared_seed(accelerator))
+    return _prepared(accelerator, loader, divided_by=parts, part=part, seed=shared_seed(accelerator))
 
 
 def check_training(config: Settings) -> None:
@@ -160,7 +160,7 @@ def _prepared(
     return prepared
 
 
-def _shared_seed(accelerator: Accelerator) -> int:
+def shared_seed(accelerator: Accelerator) -> int:
     """Returns the seed of the data's order, the same on all ranks: the configured one, or rank 0's."""
     configured = accelerator.dataloader_config.data_seed
     [seed] = broadcast_object_list([torch.initial_seed() % 2**31 if configured is None else configured])

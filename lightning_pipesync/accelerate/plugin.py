@@ -11,10 +11,12 @@ import yaml
 
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.settings import Settings, check_for_loop
+from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.training.registry import METHODS, make_config, parse_config, resolve
 
 PREFIX = "PIPESYNC_"
+#: The variable that names the method.
+METHOD_VARIABLE = PREFIX + "METHOD"
 #: The variable that names the YAML file with method and settings.
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 #: The variable with the number of processes that the launcher was configured for.
@@ -42,7 +44,7 @@ class PipeSyncPlugin:
     def __init__(self, method: str, **settings: Any) -> None:
         self.method, settings = resolve(method, settings)
         self.config = make_config(self.method, settings)
-        _check(self.config, settings)
+        check_for_loop(type(self.config), settings)
 
     @property
     def method_type(self) -> type[Method]:
@@ -60,7 +62,7 @@ class PipeSyncPlugin:
         plugin = cls.__new__(cls)
         plugin.method, settings = resolve(settings.pop("method", None), settings)
         plugin.config = parse_config(plugin.method, settings)
-        _check(plugin.config, settings)
+        check_for_loop(type(plugin.config), settings)
         return plugin
 
     @classmethod
@@ -85,20 +87,11 @@ class PipeSyncPlugin:
             given = {**section_of(read_yaml(path), path), **given}
         elif given and "method" not in given:
             names = ", ".join(PREFIX + name.upper() for name in given)
-            raise ValueError(f"The environment has {names}, and no {PREFIX}METHOD: set it, too.")
+            raise ValueError(f"The environment has {names}, and no {METHOD_VARIABLE}: set it, too.")
         return cls.from_mapping(given) if given else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.method!r}, {self.config!r})"
-
-
-def _check(config: Settings, settings: Mapping[str, Any]) -> None:
-    check_for_loop(type(config), settings)
-    if address := getattr(config, "lighthouse", None):
-        raise ValueError(
-            f"lighthouse={address!r} is for plain loops, Lightning and Fabric; Accelerate's loaders cannot be divided "
-            "anew yet: start one job with accelerate launch, or take a loop without Accelerate."
-        )
 
 
 def section_of(content: dict[str, Any], path: str | Path) -> dict[str, Any]:

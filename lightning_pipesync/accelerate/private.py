@@ -16,7 +16,7 @@ from lightning_pipesync.core.private_names import require
 
 def check_accelerator(accelerator: Accelerator) -> None:
     """Checks, before anything is prepared, that an Accelerator has the private lists of what it prepares."""
-    require(accelerator, "_models", "_optimizers", "_dataloaders")
+    require(accelerator, "_models", "_optimizers", "_dataloaders", "_schedulers", "_custom_objects")
 
 
 def check_marked(prepared: Any) -> None:
@@ -52,9 +52,14 @@ def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer)
     optimizers[[id(optimizer) for optimizer in optimizers].index(id(old))] = new
 
 
-def num_prepared_loaders(accelerator: Any) -> int:
-    """Returns the number of an Accelerator's prepared loaders."""
-    return len(accelerator._dataloaders)
+def prepared_loaders(accelerator: Any) -> list[Any]:
+    """Returns the loaders that an Accelerator has prepared."""
+    return list(accelerator._dataloaders)
+
+
+def saved_besides_optimizers(accelerator: Any) -> dict[str, list[Any]]:
+    """Returns the prepared schedulers and registered objects, which an Accelerator saves with models and optimizers."""
+    return {"schedulers": list(accelerator._schedulers), "registered objects": list(accelerator._custom_objects)}
 
 
 def add_prepared_loader(accelerator: Any, loader: Any) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_pipesync.accelerate import checkpoint
+from lightning_pipesync.accelerate.elastic import elastic_loaders
 from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import prepared_models
@@ -113,6 +114,7 @@ class SavingAccelerator(WatchedAccelerator):
             self.process_index,
             self.num_processes,
             prepared_models(self),
+            [loader.state_dict() for loader in elastic_loaders(self)],
         )
 
     @override
@@ -156,6 +158,10 @@ class SavingAccelerator(WatchedAccelerator):
         if self.pipesync is None or not methods:
             return
         transport, name, config = methods[0].transport, self.pipesync.method, self.pipesync.config
-        states = checkpoint.read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
+        states, places = checkpoint.read_rank_states(
+            folder, len(methods), transport, name, prepared_models(self), config
+        )
         for method, state in zip(methods, states, strict=False):
             method.load_state_dict(state)
+        for loader, place in zip(elastic_loaders(self), places, strict=False):
+            loader.load_state_dict(place)

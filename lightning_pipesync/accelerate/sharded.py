@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import add_prepared_model, mark_prepared
 from lightning_pipesync.accelerate.saving import SavingAccelerator
-from lightning_pipesync.accelerate.sharding import shards_by_fsdp2
+from lightning_pipesync.accelerate.sharding import replicas_of, shards_by_fsdp2
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.training.module import SyncedModule
 
@@ -25,9 +25,23 @@ class ShardingAccelerator(SavingAccelerator):
     """An Accelerator whose ``prepare`` shards a model with its optimizers, if there is an ``fsdp_plugin``."""
 
     @property
-    @abstractmethod
     def _synchronizes(self) -> bool:
         """Whether a method synchronizes what is prepared."""
+        if self.pipesync is None:
+            return False
+        if self.pipesync.config.num_jobs is not None:
+            return True
+        return self.num_processes > 1 and (not shards_by_fsdp2(self) or replicas_of(self) is not None)
+
+    @property
+    def _synced(self) -> PipeSyncPlugin | None:
+        """The plugin, if its method synchronizes what a loop computes; None: one process, or a pipeline."""
+        return self.pipesync if self._synchronizes and self._pipelined is None else None
+
+    @property
+    def _pipelined(self) -> PipeSyncPlugin | None:
+        """The plugin, if its method is a pipeline."""
+        return self.pipesync if self.pipesync is not None and self.pipesync.method_type.makes_passes else None
 
     @override
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

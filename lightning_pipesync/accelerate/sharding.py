@@ -24,18 +24,25 @@ RECIPE = (
     "configuration file 'parallelism_config:' with parallelism_config_dp_replicate_size and "
     "parallelism_config_dp_shard_size"
 )
+#: The same where each job is a replica.
+RECIPE_OF_JOBS = (
+    "set parallelism_config=ParallelismConfig(dp_shard_size=RANKS_OF_THE_JOB), or in a configuration file "
+    "'parallelism_config:' with parallelism_config_dp_shard_size"
+)
 
 
-def with_replicas(settings: dict[str, Any], method: str) -> dict[str, Any]:
+def with_replicas(settings: dict[str, Any], method: str, is_job: bool = False) -> dict[str, Any]:
     """Returns an Accelerator's settings with which FSDP2 leaves the dimension of the replicas to a method.
 
-    Without FSDP, or in one process, they are ``settings``. Those that Accelerate reads from the environment count.
+    If the whole job is a replica (``is_job``), FSDP2 shards among all ranks. Without FSDP, or in one process, they are
+    ``settings``. Those that Accelerate reads from the environment count.
 
     Raises:
         ValueError: FSDP is configured in a way that leaves no replicas, or that the methods do not support.
     """
     if is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) == 1 or (plugin := _plugin(settings)) is None:
         return settings
+    recipe = RECIPE_OF_JOBS if is_job else RECIPE
     if METHODS[method].makes_passes:
         raise ValueError(
             f"method={method!r} divides the model among the ranks itself: remove the fsdp_plugin, and "
@@ -44,12 +51,12 @@ def with_replicas(settings: dict[str, Any], method: str) -> dict[str, Any]:
     if (version := getattr(plugin, "fsdp_version", 1)) != 2:
         raise ValueError(
             f"fsdp_version={version} is not supported with method={method!r}: set fsdp_version=2 in the fsdp_plugin or "
-            f"the configuration file, which needs Accelerate 1.12 or newer, and {RECIPE}."
+            f"the configuration file, which needs Accelerate 1.12 or newer, and {recipe}."
         )
     if (config := _parallelism(settings)) is None:
         raise ValueError(
             f"fsdp_plugin without parallelism_config shards the model over all ranks, and method={method!r} runs "
-            f"between replicas: {RECIPE}."
+            f"between replicas: {recipe}."
         )
     from torch.distributed.fsdp import CPUOffloadPolicy
 

@@ -172,12 +172,15 @@ def mesh_beside(sharded: Sequence[Tensor]) -> DeviceMesh | None:
     """Returns the dimension of the root mesh on which none of some DTensors is; None if that is not one.
 
     Dimensions of one rank do not count beside larger ones: a mesh may have them, and torch's caches may give a DTensor
-    the mesh of another one, with the same ranks.
+    the mesh of another one, with the same ranks. Nor do others if a DTensor is on all ranks: Accelerate gives it a mesh
+    with a name of its own for them.
     """
     meshes: list[Any] = [tensor.device_mesh for tensor in sharded]  # type: ignore[attr-defined]
     root = meshes[0]._get_root_mesh() if hasattr(meshes[0], "_get_root_mesh") else meshes[0]
     used = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
     beside = {name: root.size(dim) for dim, name in enumerate(root.mesh_dim_names or ()) if name not in used}
+    if any(mesh.size() == root.size() for mesh in meshes):
+        beside = {name: size for name, size in beside.items() if size == 1}
     found = [name for name, size in beside.items() if size > 1] or list(beside)
     return root[found[0]] if len(found) == 1 else None
 

@@ -76,6 +76,11 @@ class TrainLoader(LoaderWrapper):
             if self._order is not None:
                 self._order.begin_at(epoch, 0)
 
+    @property
+    def num_batches(self) -> int:
+        """Number of batches of the epoch so far."""
+        return self._num_batches
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and the number of its batches so far; of an ``ElasticSampler``, the :class:`Place`."""
         if self._order is None:

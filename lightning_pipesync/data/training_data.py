@@ -72,6 +72,7 @@ class TrainingData:
         self._num_prepared = 0
         self._loaders: list[weakref.ref[HasPlace]] = []
         self._arrived: list[dict[str, Any]] = []  # places of loaders that are yet to be prepared
+        self._place: tuple[int, int] | None = None  # of which the loaders are; None: as they were prepared
 
     def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None = None) -> TrainLoader:
         """See :meth:`SyncMethod.prepare_train_loader`."""
@@ -96,8 +97,15 @@ class TrainingData:
         return train_loader
 
     def add(self, loader: HasPlace) -> None:
-        """Has :meth:`redivide` divide ``loader``, as long as it exists; a newcomer's goes to where the others are."""
+        """Has :meth:`redivide` divide ``loader``, as long as it exists; a newcomer's goes to where the others are.
+
+        Does nothing if it was added before.
+        """
+        if any(known is loader for known in self._present()):
+            return
         self._loaders = [known for known in self._loaders if known() is not None] + [weakref.ref(loader)]
+        if self._place is not None:
+            loader.redivide(self._place)
         if self._arrived:
             loader.load_state_dict(self._arrived.pop(0))
 
@@ -107,9 +115,9 @@ class TrainingData:
         All members call it after the same step; not a collective call. If the members are the same, nothing changes.
         ``among`` (k, n): with this one as the k-th of n members, in place of those of ``transport``.
         """
-        place = self.transport.place_of_data if among is None else self.transport.place_of_data_among(*among)
+        self._place = self.transport.place_of_data if among is None else self.transport.place_of_data_among(*among)
         for loader in self._present():
-            loader.redivide(place)
+            loader.redivide(self._place)
 
     def position(self) -> list[dict[str, Any]]:
         """Returns the place of each loader in the order in which they were prepared, for :meth:`go_to` elsewhere.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.faults.lighthouse import ADDRESS
 from lightning_pipesync.methods.setting_types import Compression, checked
 
 Config = TypeVar("Config", bound="Settings")
@@ -189,6 +191,16 @@ def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise:
 def with_topology(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the topology to saved settings with residuals: a checkpoint without one is of a flat exchange."""
     return {"topology": "flat", **saved} if saved["error_feedback"] else {**saved}
+
+
+def check_launch(method: str, settings: Settings) -> None:
+    """Raises a ValueError if a launcher has started replicas that come and go, and the method needs all of them."""
+    address = os.environ.get(ADDRESS)
+    if address and settings.num_jobs is None:
+        raise ValueError(
+            f"{ADDRESS}={address} is set, as by `pipesync launch`, for replicas that come and go, and {method} needs "
+            "all ranks at each step: use local SGD, or start one job with torchrun."
+        )
 
 
 def warn_of_one_rank(method: str, world_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,6 @@ from lightning_pipesync.core.dtensors import (
     problem_of_optimizers,
     reduce_gradient,
 )
-from lightning_pipesync.core.faults.lighthouse import ADDRESS
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.held_weights import DifferentWeightsError, HeldWeights, check_held
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
@@ -44,7 +42,7 @@ from lightning_pipesync.core.torch_private import is_dtensor, reshard, watch_col
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, group_members
-from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
+from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import StepRecord
 from lightning_pipesync.methods.step_calls import StepCalls
 from lightning_pipesync.methods.sync_batch_norm import warn_of_sync_batch_norm
@@ -101,7 +99,7 @@ class SyncMethod(StepCalls):
         **settings: Any,
     ) -> None:
         self.config = config_from(self.config_type, config, settings)
-        self._check_launch()
+        check_launch(type(self).__name__, self.config)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.flushed = False
         reshard(module)
@@ -137,15 +135,6 @@ class SyncMethod(StepCalls):
         except BaseException:
             SyncMethod._detach(self, timeout_s=1.0)
             raise
-
-    def _check_launch(self) -> None:
-        """Raises a ValueError if a launcher has started replicas that come and go, and this needs all of them."""
-        address = os.environ.get(ADDRESS)
-        if address and self.config.num_jobs is None:
-            raise ValueError(
-                f"{ADDRESS}={address} is set, as by `pipesync launch`, for replicas that come and go, and "
-                f"{type(self).__name__} needs all ranks at each step: use local SGD, or start one job with torchrun."
-            )
 
     # --- replicas that come and go ----------------------------------------------------------------------------------
 

@@ -70,10 +70,14 @@ class SyncedModule(nn.Module):
         return deepcopy(self.module, memo)
 
     def begin_to_train(self) -> None:
-        """Undoes a flush before a forward pass of the training; raises a RuntimeError if there is no method."""
+        """Undoes a flush, and joins other jobs' replicas, before a forward pass of the training.
+
+        Raises a RuntimeError if there is no method.
+        """
         if self.method is not None:
             if self.method.flushed:
                 self.method.resume()
+            self.method.join()
         elif any(parameter.requires_grad for parameter in self.module.parameters()):
             raise RuntimeError(
                 f"The {type(self.module).__name__} is trained, and its optimizer was not prepared, so its gradients "

@@ -45,8 +45,9 @@ class MethodPlan:
             ValueError: tensor parallelism divides the model among ranks to which the framework gives different data.
         """
         make: Any = METHODS[self.name]
-        config = self.config.for_framework()
-        config = config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
+        dist = torch.distributed
+        world_size = dist.get_world_size() if dist.is_initialized() else 1  # a replica of one process, which is a job
+        config = self.config.for_framework().on_hosts_of(self.ranks_per_host, world_size)
         replicas = self.replicas_of(module)
         method: SyncMethod = make(module, optimizers, config, backend=self.backend, replicas=replicas)
         number = method.transport.place_of_data[1]

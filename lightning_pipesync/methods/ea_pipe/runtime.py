@@ -39,7 +39,7 @@ from lightning_pipesync.methods.ea_pipe.versions import mean_state
 from lightning_pipesync.methods.method import PIECE_MB
 from lightning_pipesync.methods.metric_info import counted
 from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
-from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
+from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 
 T = TypeVar("T")
 
@@ -105,6 +105,7 @@ class EAPipe(PipelineMethod):
         **settings: Any,
     ) -> None:
         self.config = config_from(EAPipeConfig, config, settings)
+        check_launch(type(self).__name__, self.config)
         if optimizer_factory is None:  # one version of the weights is enough
             self.config = replace(self.config, algorithm="naive", average="gradients", clip_norm=None)
         self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
