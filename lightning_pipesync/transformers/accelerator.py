@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.sharding import shards_by_fsdp2
 from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.transformers.loader import StepsLoader
 
 
 class TrainersAccelerator(PipeSyncAccelerator):
@@ -17,6 +18,8 @@ class TrainersAccelerator(PipeSyncAccelerator):
 
     Evaluation mode does not consolidate its weights, which the Trainer does itself.
     """
+
+    elastic_loader_type = StepsLoader
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -29,3 +29,25 @@ def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
         trainer.Accelerator = theirs
     if not made:
         raise missing(trainer, "Accelerator")
+
+
+@contextmanager
+def skipping_batches(skip: Callable[[Any, int], Any]) -> Iterator[None]:
+    """Context manager in which transformers' Trainer calls ``skip(loader, number)`` to resume within an epoch."""
+    from transformers import trainer
+
+    require(trainer, "skip_first_batches")
+    theirs = trainer.skip_first_batches
+    trainer.skip_first_batches = skip
+    try:
+        yield
+    finally:
+        trainer.skip_first_batches = theirs
+
+
+def count_logs_from_here(trainer: Any) -> None:
+    """Has a Trainer log the losses, and tell the speed, of its steps from the present one on."""
+    require(trainer, "_globalstep_last_logged")
+    trainer._globalstep_last_logged = trainer.state.global_step
+    if hasattr(trainer, "_initial_global_step"):  # since transformers 5.19
+        trainer._initial_global_step = trainer.state.global_step

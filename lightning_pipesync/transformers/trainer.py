@@ -12,7 +12,8 @@ from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.transformers.accelerator import TrainersAccelerator
-from lightning_pipesync.transformers.private import accelerator_of_transformers
+from lightning_pipesync.transformers.place import OTHERS, TrainerPlace
+from lightning_pipesync.transformers.private import accelerator_of_transformers, skipping_batches
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -39,6 +40,7 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
     """
 
     accelerator: TrainersAccelerator  #: in place of the Trainer's own
+    _place: TrainerPlace | None = None  # in jobs that come and go, from the first epoch on
 
     def __init__(self, *args: Any, pipesync: PipeSyncPlugin | None = None, **kwargs: Any) -> None:
         self._pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
@@ -54,8 +56,28 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the Trainer does; an error that a lost rank causes ends with a line that names it."""
-        with self.accelerator.naming_ranks():
+        if self.accelerator.is_job and self.args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True may give this replica another batch size than the others, with lighthouse: "
+                "set auto_find_batch_size=False, and a per_device_train_batch_size that fits."
+            )
+        self._place = None
+        with self.accelerator.naming_ranks(), skipping_batches(self.accelerator.skip_first_batches):
             return super().train(*args, **kwargs)
+
+    @override
+    def _run_epoch(self, **given: Any) -> None:
+        if self.accelerator.is_job and self._place is None:
+            self._place = TrainerPlace(self, given["num_update_steps_per_epoch"])
+            self.accelerator.hand_over(trainer=self._place, scheduler=self.lr_scheduler)  # which is not prepared
+            self.accelerator.join()
+        begun = given if self._place is None else self._place.begun(given)
+        if begun is not None:
+            super()._run_epoch(**begun)
+
+    @override
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(None if checkpoint == OTHERS else checkpoint)
 
     @override
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -99,7 +121,7 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
 
     @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.consolidate()  # a single process may save or use the model afterwards
+        self.accelerator.end()  # a single process may save or use the model afterwards
         self.accelerator.return_optimizer_states()
         return super()._finalize_training(*args, **kwargs)
 

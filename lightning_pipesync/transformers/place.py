@@ -1,0 +1,96 @@
+"""Where transformers' Trainer is in its training, in jobs that come and go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_callback import ExportableState
+
+from lightning_pipesync.transformers.private import count_logs_from_here
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+#: In place of a checkpoint from which a Trainer resumes.
+OTHERS = "the state of the other replicas"
+
+#: What a new job gets of the Trainer's state; all jobs have the rest, or it is of their own files.
+FIELDS = (
+    "global_step",
+    "epoch",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+)
+
+
+class TrainerPlace:
+    """The place of a Trainer, of which another job's Trainer gets the state before its first step.
+
+    Args:
+        trainer: in ``train()``.
+        steps_per_epoch: the number of its steps in an epoch.
+    """
+
+    def __init__(self, trainer: Trainer, steps_per_epoch: int) -> None:
+        self._trainer, self._steps_per_epoch = trainer, steps_per_epoch
+        self._has_moved = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress, and the states of callbacks that have one, by class."""
+        states: dict[str, list[Any]] = {}
+        for callback in self._exportable():
+            states.setdefault(type(callback).__name__, []).append(callback.state()["attributes"])
+        state = {name: getattr(self._trainer.state, name) for name in FIELDS}
+        return {**state, "steps_per_epoch": self._steps_per_epoch, "callbacks": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to another Trainer's place.
+
+        Raises:
+            ValueError: its epochs have another number of steps; or this Trainer has resumed after the epoch of that
+                place, and cannot go back.
+        """
+        trainer, begun = self._trainer, self._trainer.state.global_step // self._steps_per_epoch
+        if state["steps_per_epoch"] != self._steps_per_epoch:
+            raise ValueError(
+                f"This replica has {self._steps_per_epoch} steps in an epoch, and the others have "
+                f"{state['steps_per_epoch']}: give all the same data, batch size, gradient_accumulation_steps and "
+                "num_replicas."
+            )
+        if state["global_step"] // self._steps_per_epoch < begun:
+            raise ValueError(
+                f"This replica has resumed from a checkpoint of step {trainer.state.global_step}, and the others are "
+                f"at step {state['global_step']}, in an epoch before: resume from another checkpoint, or from none."
+            )
+        self._has_moved = state["global_step"] != trainer.state.global_step
+        for name in FIELDS:
+            setattr(trainer.state, name, state[name])
+        for callback in self._exportable():
+            for name, value in (state["callbacks"].get(type(callback).__name__) or [{}]).pop(0).items():
+                setattr(callback, name, value)
+        count_logs_from_here(trainer)
+
+    def begun(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the arguments of the Trainer's epoch from this place on; None if the epoch is over.
+
+        ``given`` are the arguments with which the Trainer would begin it.
+        """
+        trainer, epoch = self._trainer, given["epoch"]
+        if trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True
+            return None
+        present, steps = divmod(trainer.state.global_step, self._steps_per_epoch)
+        if not self._has_moved or epoch > present:
+            return given
+        if epoch < present:
+            return None
+        self._has_moved = False
+        batches = steps * trainer.args.gradient_accumulation_steps
+        start = {"epochs_trained": epoch, "steps_trained_in_current_epoch": batches}
+        return {**given, **start, "resume_from_checkpoint": OTHERS if steps else None}
+
+    def _exportable(self) -> list[Any]:
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
