@@ -139,3 +139,47 @@ def test_a_replica_that_is_killed_comes_back(loop: str, tmp_path: Path) -> None:
     weights = re.findall(r"\[replica (\d)\] weights (.*)", result.stdout)
     assert sorted(name for name, _ in weights) == ["0", "1", "2"], result.stdout
     assert len({sums for _, sums in weights}) == 1, result.stdout
+
+
+#: Two ranks a replica. All wait in a step until they are asked to leave, as the launcher is.
+LEAVING = """
+import os, signal, time, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from lightning_pipesync import LocalSGD
+from tests.models import loss, seeded_mlp
+
+dist.init_process_group("gloo")
+model = seeded_mlp()
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+sync = LocalSGD(model, optimizer, period=3, outer_optimizer="nesterov", timeout_s=100)
+sync.join()
+first = os.environ["PIPESYNC_REPLICA"] == os.environ["RANK"] == "0"
+try:
+    while True:
+        optimizer.zero_grad()
+        loss(model, sync.num_steps, dist.get_rank()).backward()
+        if sync.num_steps == 4:
+            if first:
+                os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
+            while sync._departure.notice.deadline is None:
+                time.sleep(0.01)
+        sync.step()
+except SystemExit as error:
+    print("left", sync.num_steps, error.code)
+    raise
+"""
+
+
+def test_all_leave_after_the_same_round_when_the_launcher_is_asked(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LEAVING)
+    start = "import os, sys; os.environ['LAUNCHER'] = str(os.getpid()); from lightning_pipesync.cli import main; "
+    options = ["launch", "--replicas", 2, "--ranks_per_replica", 2, script]
+    words = [sys.executable, "-c", f"{start}sys.exit(main(sys.argv[1:]))", *options]
+    [result] = run_together((words, environment(CUDA_VISIBLE_DEVICES="")))
+    assert result.returncode == 143, result.stdout
+    left = re.findall(r"\[replica (\d)\] left (.*)", result.stdout)
+    assert sorted(left) == [("0", "6 143")] * 2 + [("1", "6 143")] * 2, result.stdout
