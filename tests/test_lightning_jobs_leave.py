@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGDStrategy
+from lightning_pipesync.methods.replicas.sections import Sections
 from tests.harness import launch
 from tests.lightning_models import Classifier, dataset, trainer, val_loader
 from tests.replica_jobs import TIMEOUT_S, become_replica, lighthouse
+from tests.test_replica_jobs_lost import when_called
 
 PERIOD, EPOCHS = 4, 2
 #: The step in which all are asked, from 0 on; and the number of steps after which they leave.
@@ -62,22 +64,26 @@ def fit(folder: Path, asked: int | None = None, resumes: bool = False) -> dict[s
 
 
 def train(addresses: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Trains undisturbed; until all are asked to leave; and from there."""
+    """Trains undisturbed; until all are asked to leave; from there; and is asked while it waits for a third job."""
     rank = int(os.environ["RANK"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     found = []
-    for address, settings in zip(addresses, ({}, {"asked": ASKED}, {"resumes": True}), strict=True):
+    for address, settings in zip(addresses[:3], ({}, {"asked": ASKED}, {"resumes": True}), strict=True):
         become_replica(address, rank, 2)
         found.append(fit(folder / str(rank), **settings))  # type: ignore[arg-type]
+    become_replica(addresses[3], rank, 3)
+    when_called(Sections, "_wait_for_more", 0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    found.append(fit(folder / f"{rank} waits"))
     return found
 
 
 def test_all_leave_and_resume_as_if_nothing_had_happened(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        addresses = [stack.enter_context(lighthouse()) for _ in range(3)]
+        addresses = [stack.enter_context(lighthouse()) for _ in range(4)]
         outcomes = launch(train, 2, addresses, tmp_path, init=False)
-    for whole, left, resumed in outcomes:
+    for whole, left, resumed, waiting in outcomes:
+        assert (waiting["status"], waiting["steps"]) == (143, 0)
         assert (whole["status"], left["status"], resumed["status"]) == (None, 143, None)
         assert (left["steps"], resumed["steps"]) == (LEAVE, whole["steps"])
         assert left["seen"] + resumed["seen"] == whole["seen"]

@@ -50,10 +50,10 @@ class JoiningMixin(ShardedModuleMixin):
             end_after_batch(self._trainer)
 
     def report(self, exception: BaseException) -> None:
+        if self._place is not None and isinstance(exception, SystemExit) and exception.code is None:
+            exception.code = STATUS  # that of Lightning after a SIGTERM would count as success
         if not self._has_left:
             super().report(exception)
-        elif isinstance(exception, SystemExit):  # that of Lightning counts as success
-            exception.code = STATUS
 
     @property
     def _has_left(self) -> bool:

@@ -46,7 +46,11 @@ class FrameworkHooks:
         return False
 
     def handle_sigterm(self, number: int, frame: Any) -> bool:
-        """Called by the handler of SIGTERM; returns False if the method does nothing, otherwise it is to leave."""
+        """Called by the handler of SIGTERM; returns False if the method does nothing, otherwise it is to leave.
+
+        Raises:
+            SystemExit: there is nothing to wait for.
+        """
         return False
 
     def begin_pass(self) -> None:

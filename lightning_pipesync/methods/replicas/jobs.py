@@ -236,8 +236,10 @@ class ElasticReplicaMethod(ReplicaMethod):
             self._departure.notice.give()
 
     def handle_sigterm(self, number: int, frame: Any) -> bool:
-        if self._sections is None or not self._sections.has_joined:
+        if self._sections is None:
             return False
+        if not self._sections.has_joined:  # it waits for the others, who may never come
+            raise SystemExit(STATUS)
         self._departure.notice.handle(number, frame)
         return True
 
