@@ -46,7 +46,7 @@ class Job(Classifier):
 def fit(folder: Path, asked: int | None = None, resumes: bool = False) -> dict[str, Any]:
     pl.seed_everything(7, verbose=False)
     model = Job(asked)
-    strategy = LocalSGDStrategy(period=PERIOD, partition="defdp", timeout_s=TIMEOUT_S, average_optimizer_states=True)
+    strategy = LocalSGDStrategy(period=PERIOD, partition="defdp", timeout_s=TIMEOUT_S, outer_optimizer="nesterov")
     savers: list[Any] = [OnExceptionCheckpoint(folder, "left")]
     savers += [ModelCheckpoint(folder, "model", save_on_exception=True)]
     run = trainer(strategy, 1, folder, max_epochs=EPOCHS, callbacks=savers, enable_checkpointing=True)
