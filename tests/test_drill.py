@@ -16,6 +16,7 @@ from lightning_pipesync.lab.drill.faults import FAULTS, JOBS, RANKS, SUBJECTS
 from lightning_pipesync.lab.drill.phases import PHASES, PHASES_OF_JOBS
 from lightning_pipesync.lab.drill.report import as_markdown
 from lightning_pipesync.lab.drill.report import draw as draw_picture
+from lightning_pipesync.lab.drill.subject import Job
 from lightning_pipesync.lab.drill.supervisor import record_of
 from lightning_pipesync.lab.drill.verdict import ENDED, FAILED, NOT_FIRED, SURVIVED, Fate, Verdict, judge
 from lightning_pipesync.training.registry import METHODS
@@ -173,6 +174,16 @@ def test_the_report(tmp_path: Path) -> None:
     assert "| 7 | dear | plain | failed | kill of rank 1 of 3 (forward) | a / b c |" in text
     draw_picture(records, tmp_path / "drill.png")
     assert (tmp_path / "drill.png").stat().st_size > 5000
+
+
+def test_a_training_resumes_from_a_checkpoint_that_all_ranks_have_written(tmp_path: Path) -> None:
+    for framework, written in (("plain", "{}.pt"), ("accelerate", "pipesync_{}.bin")):
+        job = Job(replace(KILL, framework=framework), tmp_path / framework, timeout_s=1)
+        for step, ranks in ((3, range(3)), (6, (0, 2))):
+            (job.folder / f"at-{step}").mkdir()
+            for rank in ranks:
+                (job.folder / f"at-{step}" / written.format(rank)).touch()
+        assert [path.name for path in job.checkpoints() if job.has_been_saved(path)] == ["at-3"]
 
 
 # --- with processes -------------------------------------------------------------------------------------------------

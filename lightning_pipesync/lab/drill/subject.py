@@ -90,6 +90,12 @@ class Job(Subject):
             return True
         return all((checkpoint / f"{member}.pt").exists() for member in range(self.members))
 
+    def has_been_saved(self, checkpoint: Path) -> bool:
+        """Returns whether the training has not ended before all of the checkpoint was saved, with Accelerate, too."""
+        if self._case.framework != "accelerate":
+            return True
+        return all((checkpoint / f"pipesync_{member}.bin").exists() for member in range(self.members))
+
     def files_of(self, checkpoint: Path, member: int) -> list[Path]:
         if checkpoint.is_file():
             return [checkpoint]

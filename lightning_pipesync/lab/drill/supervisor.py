@@ -20,7 +20,7 @@ from lightning_pipesync.lab.drill.case import Case
 from lightning_pipesync.lab.drill.faults import DAMAGED_BYTES, JOBS
 from lightning_pipesync.lab.drill.jobs import Jobs, Told, disagreement, sections_of, simulated
 from lightning_pipesync.lab.drill.scene import RUN_S, Scene
-from lightning_pipesync.lab.drill.subject import Job, Subject
+from lightning_pipesync.lab.drill.subject import Job
 from lightning_pipesync.lab.drill.verdict import (
     ENDED,
     FAILED,
@@ -214,10 +214,13 @@ class Resumption:
     problem: str | None = None
 
 
-def resume(case: Case, place: Place, subject: Subject, reference: Mapping[str, Any]) -> Resumption:
+def resume(case: Case, place: Place, subject: Job, reference: Mapping[str, Any]) -> Resumption:
     """Resumes from the last checkpoint; from the one before, if all ranks refuse it because a fault has damaged it."""
     refused: list[str] = []
+    damaged = any(strike.kind.by_writer or strike.phase == "checkpoint" for strike in case.strikes)
     for checkpoint in [*subject.checkpoints(), None]:
+        if checkpoint is not None and not damaged and not subject.has_been_saved(checkpoint):
+            continue
         name = "the beginning" if checkpoint is None else checkpoint.name
         scene = Scene(subject, place.timeout_s, (), checkpoint)
         scene.run()
@@ -237,7 +240,6 @@ def resume(case: Case, place: Place, subject: Subject, reference: Mapping[str, A
         if completed:
             return Resumption(name, tuple(refused), f"some ranks resume from {name}, others do not: {error}")
         refused.append(f"{name}: {error}")
-        damaged = any(strike.kind.by_writer or strike.phase == "checkpoint" for strike in case.strikes)
         if not damaged or checkpoint is None:
             return Resumption(name, tuple(refused), f"cannot resume from {name}: {error}")
     raise AssertionError("unreachable")
