@@ -6,10 +6,29 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
 
 from lightning_pipesync.core.faults.lighthouse import Lighthouse, Quorum, Standing
 from tests.harness import free_port
 from tests.replica_jobs import TIMEOUT_S, lighthouse
+
+
+def test_nobody_is_within_its_client_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that returns while the interpreter stops aborts the process."""
+    begun = threading.Event()
+
+    def beat(*_: object) -> None:
+        begun.set()
+        time.sleep(0.3)
+
+    coordination = pytest.importorskip("torchft.coordination")
+    monkeypatch.setattr(coordination, "LighthouseClient", lambda *_: SimpleNamespace(heartbeat=beat))
+    replica = Lighthouse("host0:29510", [], TIMEOUT_S)
+    begun.wait(TIMEOUT_S)
+    replica.close()
+    assert "pipesync-lighthouse" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_one_that_was_started_again_does_not_divide_replicas() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from lightning_pipesync.core.extras import check_extra
-from lightning_pipesync.core.faults.shutdown import at_shutdown
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S, at_shutdown, join_thread
 
 #: Seconds between two signs of life; the lighthouse waits for some of them before a replica counts as dead.
 INTERVAL_S = 0.5
@@ -165,9 +165,13 @@ class Lighthouse:
             self._make().quorum(self.id, timedelta(seconds=LAST_WORD_S), data=self._told(standing))
 
     def close(self) -> None:
-        """Tells no more that this replica is alive."""
+        """Tells no more that this replica is alive.
+
+        Waits for a call that does so: one that returns while the interpreter stops aborts the process.
+        """
         self._ended.set()
         self._at_end.cancel()
+        join_thread(self._thread, AFTER_ERROR_S)
 
     def _note_silence(self) -> None:
         self.was_silent |= time.monotonic() - self._beaten > SILENCE_S
