@@ -78,3 +78,43 @@ def test_a_thread_that_ends_late_or_never_does_not_change_the_exit_status(second
     script = LATE.format(seconds=seconds, last=last)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert result.returncode == status, result.stderr
+
+
+WAITING = """
+import os, signal, sys, time
+from functools import partial
+import torch
+import torch.distributed as dist
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.transport import Transport
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+transport = Transport(timeout_s=100)
+_, peer = transport.gather_objects(os.getpid())
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+queue = CommQueue("waits", transport.device, transport.traffic)
+queue.submit("recv", lambda: transport.recv(torch.empty(4), 1))
+queue.start_finishing()
+
+class Last:
+    def __del__(self, kill=partial(os.kill, peer, signal.SIGKILL), sleep=time.sleep):
+        kill()
+        sleep(2)
+
+sys.last = Last()
+time.sleep(1)  # the thread waits
+raise KeyError("a bug in the loop")
+"""
+
+
+def test_a_thread_that_still_waits_for_a_peer_does_not_abort_a_process_that_an_error_ends() -> None:
+    """Its wait ends, with the peer's connection, while the interpreter stops."""
+    command = [sys.executable, "-c", WAITING.format(port=free_port())]
+    with subprocess.Popen([*command, "1"], stderr=subprocess.DEVNULL) as peer:
+        try:
+            result = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=200)
+        finally:
+            peer.kill()
+    assert "a bug in the loop" in result.stderr
+    assert result.returncode == 1, result.stderr

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from lightning_pipesync.core.faults.shutdown import join_thread
+from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown, join_thread
 from lightning_pipesync.core.torch_private import name_thread
 
 T = TypeVar("T")
@@ -105,6 +105,7 @@ class Worker:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self._at_end = at_shutdown(self._end_after_error)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queues ``job``, which must not raise.
@@ -119,10 +120,16 @@ class Worker:
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread after the queued jobs; waits at most ``timeout_s`` seconds."""
+        self._at_end.cancel()
         with self._lock:
             self._closed = True
             self._jobs.put(None)
         join_thread(self._thread, timeout_s)
+
+    def _end_after_error(self, _: float) -> None:
+        """Ends the thread if an error has ended the loop before it was closed: it may stay in C++ code."""
+        if error_at_shutdown() is not None:
+            self.close(0.0)
 
     def _run(self) -> None:
         _this_thread.is_worker = True
