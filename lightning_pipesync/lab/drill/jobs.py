@@ -53,12 +53,6 @@ class Jobs(Subject):
         gate.reach("init")
         return result_of(TRAININGS[case.framework]()(task, gate, resumed))
 
-    def checkpoints(self) -> list[Path]:
-        return []
-
-    def files_of(self, checkpoint: Path, member: int) -> list[Path]:
-        return [checkpoint]
-
     def folder_of(self, member: int) -> Path:
         return self.folder / str(member)
 

@@ -42,14 +42,6 @@ class Subject(ABC):
     def run(self, member: int, gate: Gate, resumed: Path | None) -> dict[str, Any]:
         """Trains, in the process, to the end; returns what all members, and an undisturbed run, are to have alike."""
 
-    @abstractmethod
-    def checkpoints(self) -> list[Path]:
-        """Returns the checkpoints, the last one first."""
-
-    @abstractmethod
-    def files_of(self, checkpoint: Path, member: int) -> list[Path]:
-        """Returns the files of a checkpoint that a process reads."""
-
     def folder_of(self, member: int) -> Path:
         """Returns where a process saves checkpoints."""
         return self.folder
@@ -81,6 +73,7 @@ class Job(Subject):
         return result_of(train(task, gate, resumed))
 
     def checkpoints(self) -> list[Path]:
+        """Returns the checkpoints, the last one first."""
         found = (path for path in self.folder.glob("at-*") if path.name[3:4].isdigit() and self._is_complete(path))
         return sorted(found, key=step_of)[::-1]
 
@@ -97,6 +90,7 @@ class Job(Subject):
         return all((checkpoint / f"pipesync_{member}.bin").exists() for member in range(self.members))
 
     def files_of(self, checkpoint: Path, member: int) -> list[Path]:
+        """Returns the files of a checkpoint that a process reads."""
         if checkpoint.is_file():
             return [checkpoint]
         own = checkpoint / f"{member}.pt"
