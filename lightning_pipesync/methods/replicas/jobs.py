@@ -5,69 +5,31 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.buckets import shard_slice
-from lightning_pipesync.core.comm.line import Line
-from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import describe, describe_optimizers, raise_if_different
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.notice import STATUS
-from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
-from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.metric_info import MetricInfo
 from lightning_pipesync.methods.replicas.departure import Departure
-from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
-from lightning_pipesync.methods.replicas.resumed import Part, goes_on, tell_part
+from lightning_pipesync.methods.replicas.method import ReplicaMethod
+from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
 from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.methods.settings import config_from
 
 T = TypeVar("T")
 
 
-class Stateful(Protocol):
-    """What has a state, such as a scheduler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a section may change of a method, see :class:`Sections`, on ``rank`` of ``world_size`` replicas."""
-
-    rank: int
-    world_size: int
-    changes: Changes
-    units: list[dict[str, Any]]
-
-    def with_outer_states(self, change: Callable[[int, Any], Any]) -> Snapshot:
-        """Returns a copy with ``change(numel, state)`` in place of the outer state of each bucket."""
-        units = []
-        for unit in self.units:
-            replicas = unit["fragments"]["replicas"]
-            if replicas.get("outer"):
-                states = zip(replicas["common"], replicas["outer"]["states"], strict=True)
-                outer = {"states": [change(flat.numel(), state) for flat, state in states]}
-                unit = {**unit, "fragments": {**unit["fragments"], "replicas": {**replicas, "outer": outer}}}
-            units.append(unit)
-        return replace(self, units=units)
-
-
-class ElasticReplicaMethod(ReplicaMethod):
-    """A replica method whose replicas can be jobs of their own; see :class:`Sections` and :class:`ReplicaMethod`.
+class ElasticReplicaMethod(RegroupedReplicaMethod):
+    """A replica method whose replicas can be jobs of their own; see :class:`ReplicaMethod`.
 
     With ``lighthouse`` the ranks of this job have one replica, and the other replicas are jobs that come and go. Then
     the consolidated weights are the agreed ones, of the last round, and :meth:`flush` does not communicate. Its
@@ -102,27 +64,12 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         super()._attach(parameters)
-        self._place = self.transport.rank, self.transport.world_size  # of which the units are
-        self._resumed: Part | None = None  # of which a checkpoint was, until the first step
-        self._handed: dict[str, Stateful] = {}  # what is handed over besides this method's state
-        self._received: dict[str, dict[str, Any]] = {}  # of that what nobody has asked for yet
-        self._waiting: list[int] = []  # ranks of new replicas that wait for it
         config = self.config
         self.data.elastic = config.lighthouse is not None
         if config.lighthouse is not None:
             self._sections = Sections(self, config.lighthouse, config.num_replicas or 1, config.timeout_s)
             self._departure = Departure(self._sections.greatest)
             self.data.between_batches = self._end_if_left
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the first optimizer since the start of the training, also before this process started."""
-        return self._units[0].num_steps
-
-    @property
-    def num_rounds(self) -> int:
-        """Number of rounds of the first optimizer."""
-        return self._units[0].num_rounds
 
     def metrics(self) -> dict[str, float]:
         """Returns those of :meth:`ReplicaMethod.metrics`; with ``lighthouse`` also ``replicas``, how many there are."""
@@ -149,15 +96,6 @@ class ElasticReplicaMethod(ReplicaMethod):
         self._changes.loaded = False
         self._sections.join()
         self._departure.notice.listen()
-
-    def hand_over(self, **parts: Stateful) -> None:
-        """Adds ``parts``, such as a scheduler, to what a new replica gets from another one: their ``state_dict()``.
-
-        It is taken at the beginning of a step. In a replica that is new the state is loaded at once.
-        """
-        self._handed |= parts
-        for name in self._received.keys() & parts.keys():
-            parts[name].load_state_dict(self._received.pop(name))
 
     def prepare_train_loader(
         self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
@@ -196,32 +134,6 @@ class ElasticReplicaMethod(ReplicaMethod):
                 f"This replica was asked to leave, and has left after {self.num_rounds} rounds.", stacklevel=4
             )
         return result
-
-    def send_rest(self) -> None:
-        """Sends new replicas what is handed over besides the method's state, as it is between two steps.
-
-        Hyper-parameters are too: a scheduler has changed them since the round.
-        """
-        if not self._waiting:
-            return
-        rest = {
-            "parts": {name: part.state_dict() for name, part in self._handed.items()},
-            "groups": [
-                [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-                for optimizer in self.optimizers
-            ],
-        }
-        while self._waiting:
-            self.transport.send_state(rest, self._waiting.pop())
-
-    def receive_rest(self, first: int) -> None:
-        """Receives from a replica what it hands over besides the method's state."""
-        rest = self.transport.receive_state(first)
-        self._received = rest["parts"]
-        self.hand_over(**self._handed)
-        for optimizer, groups in zip(self.optimizers, rest["groups"], strict=True):
-            for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
-                group.update(hyperparameters)
 
     # --- a replica that leaves --------------------------------------------------------------------------------------
 
@@ -293,85 +205,6 @@ class ElasticReplicaMethod(ReplicaMethod):
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         self.end()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns that of :meth:`ReplicaMethod.state_dict`; with ``lighthouse`` it has a part of the outer state."""
-        place = {} if self._sections is None else {"place": list(self._place)}
-        return {**super().state_dict(), **place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :meth:`ReplicaMethod.load_state_dict`; with ``lighthouse`` before :meth:`join`."""
-        super().load_state_dict(state)
-        if self._sections is not None and "place" in state:
-            self._place = self._resumed = tuple(state["place"])
-
-    def launch(self) -> None:
-        """Sends what averages that have started in a section send under the next steps."""
-        for unit in self._units:
-            unit.launch()
-
-    def settle(self) -> None:
-        """Waits for the averages under way."""
-        for unit in self._units:
-            unit.settle()
-
-    def snapshot(self, of_step: int | None = None) -> Snapshot:
-        """Returns the state, or of weights only what the end of the next step of an optimizer may change."""
-        changed = [unit.changed_next if index == of_step else () for index, unit in enumerate(self._units)]
-        units = [
-            unit.snapshot(None if of_step is None else buckets)
-            for unit, buckets in zip(self._units, changed, strict=True)
-        ]
-        return Snapshot(*self._place, replace(self._changes), units)
-
-    def completed(self, snapshot: Snapshot) -> Snapshot:
-        """Returns a snapshot with the present weights in place of those that it lacks, as they have not changed."""
-        units = [unit.completed(saved) for unit, saved in zip(self._units, snapshot.units, strict=True)]
-        return replace(snapshot, units=units)
-
-    def gathered_snapshot(self, keeper: int) -> Snapshot:
-        """Returns a snapshot with the outer state of all shards, which rank ``keeper`` has alone; a collective call."""
-        rank, world_size = self._place
-
-        def gathered(numel: int, outer: Any) -> Any:
-            whole = _whole(rank, world_size, self.transport, numel, outer)
-            return whole if rank == keeper else _zeroed(numel, whole)
-
-        return replace(self.snapshot().with_outer_states(gathered), rank=0, world_size=1)
-
-    def regroup(self, line: Line, snapshot: Snapshot, first: int, new: Sequence[int]) -> None:
-        """Continues from ``snapshot`` with the replicas of ``line``; a collective call of them.
-
-        The ranks ``new`` of it continue from the snapshot of ``first``. Averages under way are dropped, and a lossy
-        codec's residuals start at zero.
-        """
-        self.transport.exchange_with(line)
-        self._waiting = []
-        is_new = line.rank in new
-        if is_new:
-            snapshot = self._take_over(self.transport.receive_state(first), first)
-        elif line.rank == first and new:
-            handover = self._handover(snapshot)
-            for rank in new:
-                self.transport.send_state(handover, rank)
-            self._waiting = list(new)
-            if self._resumed is not None:
-                tell_part(self.transport, self._resumed)
-        present = snapshot.with_outer_states(partial(_resharded, snapshot.rank, snapshot.world_size, self.transport))
-        # All have arrived: if one is lost before, the units stay as they are.
-        for unit in self._units:
-            unit.close()
-        self._units, self._place = self._new_units(), (line.rank, line.size)
-        for unit, saved in zip(self._units, present.units, strict=True):
-            unit.restore(saved)
-        self._changes = replace(snapshot.changes)
-        if new:
-            self._resumed = None
-
-    def undo_averages(self) -> None:
-        """Restores the tensors that no optimizer updates; not a collective call."""
-        for tensors in (self._non_trainable, *self._followers):
-            tensors.undo_average()
-
     def _together(self, section: Callable[[], object], of_step: int | None = None) -> None:
         if self._sections is None:
             section()
@@ -398,82 +231,3 @@ class ElasticReplicaMethod(ReplicaMethod):
         # Without an error, others may still receive this replica's last messages.
         if self._sections is not None and not (self.has_left or is_normal_end(sys.exc_info()[1])):
             self._sections.close()
-
-    # --- what is handed over ----------------------------------------------------------------------------------------
-
-    def _handover(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Returns what a replica that is new gets from this one."""
-        return {
-            "described": self._described(begins=not self.num_steps),
-            "tensors": [tensor.detach() for tensor in self._all_tensors()],
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "data": self.data.position(),
-            "resumed": self._resumed,
-            "snapshot": {**vars(snapshot), "changes": asdict(snapshot.changes)},
-        }
-
-    @torch.no_grad()
-    def _take_over(self, handover: dict[str, Any], first: int) -> Snapshot:
-        """Takes over the state of replica ``first``; returns the snapshot to continue from.
-
-        Keeps its own, if both have loaded what they had after the same step.
-
-        Raises:
-            ValueError: this replica has other settings, or another model.
-        """
-        units, own = handover["snapshot"]["units"], self.snapshot()
-        begins = not units[0]["steps"][0]
-        raise_if_different(handover["described"], self._described(begins), self.transport.rank)
-        if handover["resumed"]:
-            is_same = [unit["steps"] for unit in units] == [unit["steps"] for unit in own.units]
-            part = self._resumed if is_same else None
-            if goes_on(self.transport, part, tuple(handover["resumed"]), first):
-                self.data.go_to(handover["data"])
-                return own
-        foreach_copy_(self._all_tensors(), handover["tensors"])
-        for optimizer, state in zip(self.optimizers, handover["optimizers"], strict=True):
-            load_optimizer_state(optimizer, state)
-        self._non_trainable.mark_common()
-        self.data.go_to(handover["data"])
-        saved = handover["snapshot"]
-        return Snapshot(**{**saved, "changes": Changes(**saved["changes"])}).with_outer_states(_zeroed)
-
-    def _described(self, begins: bool) -> list[tuple[str, str]]:
-        """Describes what all replicas have in common: hyper-parameters only when the training begins."""
-        classes, hyperparameters = describe_optimizers(self.optimizers)
-        return [
-            *describe(self.config, self._parameters, self._module),
-            *classes,
-            *(hyperparameters if begins else []),
-        ]
-
-    def _all_tensors(self) -> list[Tensor]:
-        return [*(parameter.tensor for parameter in self._parameters), *self._read_buffers()]
-
-
-def _resharded(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
-    """Returns the outer state of this rank's present shard of a bucket of ``numel`` values; a collective call.
-
-    ``outer`` is that of the shard of ``rank`` among ``world_size`` ranks. A lost rank's part of the state is zero.
-    """
-
-    whole = _whole(rank, world_size, transport, numel, outer)
-    return map_tensors(lambda tensor: transport.shard(tensor).clone() if tensor.dim() else tensor, whole)
-
-
-def _whole(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
-    """Returns the outer state of a whole bucket; arguments as of :func:`_resharded`."""
-
-    def whole(tensor: Tensor) -> Tensor:
-        if not tensor.dim():  # a counter of steps, which is the same on all ranks
-            return tensor
-        flat = torch.zeros(numel, dtype=tensor.dtype)
-        flat[shard_slice(numel, rank, world_size)] = tensor
-        return transport.all_reduce(flat).wait()
-
-    return map_tensors(whole, outer)
-
-
-def _zeroed(numel: int, outer: Any) -> Any:
-    """Returns an outer state of zeros: the others contribute theirs when the state is resharded."""
-    return map_tensors(lambda tensor: torch.zeros_like(tensor) if tensor.dim() else tensor, outer)

@@ -41,7 +41,8 @@ from lightning_pipesync.core.faults.lighthouse import Lighthouse, Member, Standi
 from lightning_pipesync.data.elastic import check_common
 
 if TYPE_CHECKING:
-    from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod, Snapshot
+    from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
+    from lightning_pipesync.methods.replicas.snapshot import Snapshot
 
 #: Seconds between two questions while there are fewer replicas than training begins with.
 ASK_S = 0.1
@@ -74,7 +75,7 @@ class Sections:
         RuntimeError: the lighthouse does not answer.
     """
 
-    def __init__(self, method: ElasticReplicaMethod, lighthouse: str, num_replicas: int, timeout_s: float) -> None:
+    def __init__(self, method: RegroupedReplicaMethod, lighthouse: str, num_replicas: int, timeout_s: float) -> None:
         self._method, self._num_replicas, self._timeout = method, num_replicas, timedelta(seconds=timeout_s)
         self._job = method.transport.new_objects()
         self._store = open_store()
