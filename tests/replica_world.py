@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from lightning_pipesync.core.faults.lighthouse import Member, Quorum, Standing
-from lightning_pipesync.methods.replicas import sections
+from lightning_pipesync.methods.replicas import membership, sections
 from lightning_pipesync.methods.replicas.sections import Sections
 
 
@@ -346,13 +346,13 @@ class World:
 
     def run(self) -> None:
         with (
-            patch.object(sections, "Line", Line),
+            patch.object(membership, "Line", Line),
             patch.object(sections, "Lighthouse", Lighthouse),
             patch.object(sections, "open_store", lambda: SimpleNamespace(port=0)),
             patch.object(sections, "own_address", lambda *_: ""),
-            patch.object(sections, "give_up", lambda _, key: self.given_up.add(key)),
+            patch.object(membership, "give_up", lambda _, key: self.given_up.add(key)),
             patch.object(sections, "time", SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.clock)),
-            patch.object(sections.warnings, "warn", lambda *_, **__: None),
+            patch.object(membership.warnings, "warn", lambda *_, **__: None),
         ):
             try:
                 while self._step():

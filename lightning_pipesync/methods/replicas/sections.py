@@ -27,18 +27,18 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_pipesync.core.addresses import join_address, own_address, split_address
-from lightning_pipesync.core.comm.line import Line, give_up, open_store
+from lightning_pipesync.core.comm.line import open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
 from lightning_pipesync.core.faults.errors import DamagedMessageError, is_lost_peer
-from lightning_pipesync.core.faults.lighthouse import Lighthouse, Member, Standing
+from lightning_pipesync.core.faults.lighthouse import Lighthouse, Standing
 from lightning_pipesync.data.elastic import check_common
+from lightning_pipesync.methods.replicas.membership import Membership, ids_of, listed
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
@@ -88,16 +88,13 @@ class Sections:
         self._shared_by: tuple[str, ...] = ()  # the data
         self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
         self._was_silent = False  # when it has asked last
-        self._line: Line | None = None  # None: it is broken, or there is none yet
-        self._made_in = ""  # the generation in which the line was made
-        self._members: list[Member] = []  # of the last line on which all have met
-        self._on_line: list[Member] = []  # of the present one, in the order of its ranks
+        self._membership = Membership(method, self.id, self._job.rank, self._timeout)
         self._next: Agreement | None = None  # which is one of the next section, too
         self._gathered: Snapshot | None = None  # in a section with which some leave
 
     @property
     def members(self) -> list[str]:
-        return _ids(self._members)
+        return self._membership.ids
 
     def join(self) -> None:
         """Joins the others before the first step; waits until they can take this replica in.
@@ -118,7 +115,7 @@ class Sections:
             if self._attempt(agreement, partial(self._join, agreement)):
                 # Others have completed a section before they take new ones in.
                 self.completed, self.generation = agreement.completed + (not starts), agreement.generation
-                self.has_joined = True
+                self.has_joined, self._membership.announces = True, self._job.rank == 0
                 self._go_on()
 
     def end(self, section: Callable[[], object]) -> None:
@@ -166,11 +163,11 @@ class Sections:
         last, self.left = -1 if leaves_by is None else number, []
         while True:
             undoable = self.completed == number and not is_final
-            unasked = None if asks or is_repeated or self._line is None else self._agreed()
+            unasked = None if asks or is_repeated or not self._membership.is_connected else self._agreed()
             deadline = math.inf if leaves_by is None or is_repeated else leaves_by
             agreement = self._next or unasked or self._agree(undoable, ends, last, deadline)
             self._next = None
-            if agreement is None or self.id in _ids(agreement.gone):
+            if agreement is None or self.id in ids_of(agreement.gone):
                 self._say_goodbye()
                 return
             if agreement is not unasked and (not self._is_in(agreement) or self._was_left_behind(agreement)):
@@ -186,7 +183,7 @@ class Sections:
             if agreement.changes and not stands:
                 before = self._method.completed(before)  # then averages under way arrive, too
             self.completed, self.generation, is_repeated = agreement.completed, agreement.generation, True
-            if not self._attempt(agreement, partial(self._continue, agreement, None if stands else before)):
+            if not self._attempt(agreement, partial(self._membership.go_on, agreement, None if stands else before)):
                 is_final |= stands
                 continue
             if stands:
@@ -195,9 +192,9 @@ class Sections:
                 break
             if self._attempt(agreement, partial(self._complete, agreement, section)):
                 self.completed, self.took_part = number, self.members
-            if self.completed == number and self._attempt(agreement, self._commit):
+            if self.completed == number and self._attempt(agreement, self._membership.commit):
                 is_final = True
-                if self.id in _ids(agreement.leaving):
+                if self.id in ids_of(agreement.leaving):
                     self._say_goodbye()
                     return
                 if not agreement.changes:
@@ -212,10 +209,9 @@ class Sections:
         try:
             self._method.send_rest()
         except RuntimeError as error:
-            if not is_lost_peer(error) or self._line is None:
+            if not is_lost_peer(error) or not self._membership.is_connected:
                 raise
-            self._line.close()
-            self._line = None
+            self._membership.disconnect()
 
     def go_on(self) -> None:
         """Notes that the training goes on, in the first rank of the job."""
@@ -230,8 +226,7 @@ class Sections:
     def close(self) -> None:
         """Leaves, and ends all waits for the others."""
         self.leave()
-        if self._line is not None:
-            self._line.close()
+        self._membership.disconnect()
 
     def _agree(
         self, undoable: bool = False, ends: bool = False, last: int = -1, deadline: float = math.inf
@@ -244,7 +239,7 @@ class Sections:
             self.completed,
             self.generation,
             undoable,
-            self._line is not None,
+            self._membership.is_connected,
             not self.has_joined,
             ends,
             *self._steps,
@@ -267,10 +262,10 @@ class Sections:
 
     def _agreed(self) -> Agreement:
         """Returns that those of the last section take part in the next one."""
-        return Agreement(self._members, [], self.completed, True, self.generation)
+        return Agreement(self._membership.members, [], self.completed, True, self.generation)
 
     def _is_in(self, agreement: Agreement) -> bool:
-        return self.id in _ids(agreement.continuing)
+        return self.id in ids_of(agreement.continuing)
 
     def _check_data(self, agreement: Agreement) -> None:
         """Raises a ValueError if this replica divides other data than the first one."""
@@ -289,7 +284,7 @@ class Sections:
         Otherwise it would train on to other weights than theirs.
         """
         others = set(self.members).difference([self.id])
-        if others.intersection(_ids([*agreement.continuing, *agreement.gone])):
+        if others.intersection(ids_of([*agreement.continuing, *agreement.gone])):
             if self._lighthouse is not None:
                 self._lighthouse.was_silent = False
             return False
@@ -300,7 +295,7 @@ class Sections:
             raise RuntimeError(
                 f"Training begins with num_replicas={self._num_replicas}, and after "
                 f"timeout_s={self._timeout.total_seconds():g} there are {len(agreement.members)}: "
-                f"{_listed(agreement.members)}. The others have ended, or have not started: start them, or set a "
+                f"{listed(agreement.members)}. The others have ended, or have not started: start them, or set a "
                 "smaller num_replicas."
             )
         time.sleep(ASK_S)
@@ -319,34 +314,25 @@ class Sections:
                 if self._method.transport.watch.fault is not None:  # the sender is a rank of this job
                     self.close()
                     raise
-                self._warn_of_damage(error.__cause__.sender)
+                self._membership.warn_of_damage(error.__cause__.sender)
             self._break()
         if all(self._job.gather_objects(lost is None)):
             return True
         self._break()
-        if agreement.changes and agreement.members:
-            give_up(self._stores(agreement.members), self._key(agreement, "new"))
+        self._membership.give_up(agreement)
         return False
 
     def _join(self, agreement: Agreement) -> None:
         is_first = self._is_in(agreement)
         if is_first:
-            self._continue(agreement)
+            self._membership.go_on(agreement)
         if agreement.new:
             self._take_in(agreement)
         if is_first:
             self._method.send_rest()
             self._divide()
         else:
-            self._method.receive_rest(_ids(agreement.members).index(agreement.staying[0].id))
-
-    def _continue(self, agreement: Agreement, before: Snapshot | None = None) -> None:
-        """Makes a group of those that continue, unless they have it, and restores the state ``before``, if any."""
-        is_new = self._made_in != agreement.generation
-        if is_new and not (agreement.connected and self.members == _ids(agreement.continuing)):
-            snapshot = self._method.snapshot() if before is None else self._method.completed(before)
-            self._connect(agreement.continuing, self._key(agreement, "continuing"), snapshot, gone=agreement.gone)
-            self._made_in = agreement.generation
+            self._method.receive_rest(ids_of(agreement.members).index(agreement.staying[0].id))
 
     def _complete(self, agreement: Agreement, section: Callable[[], object]) -> None:
         self._divide()
@@ -356,15 +342,14 @@ class Sections:
             self._method.launch()
             self._method.settle()
         if agreement.leaving and agreement.staying:
-            keeper = _ids(agreement.continuing).index(agreement.staying[0].id)
+            keeper = ids_of(agreement.continuing).index(agreement.staying[0].id)
             self._gathered = self._method.gathered_snapshot(keeper)
 
     def _take_in(self, agreement: Agreement) -> None:
         """Makes a group of those that stay and those that are new, and hands over to these what the former know."""
         snapshot, self._gathered = self._gathered or self._method.snapshot(), None
-        key, first = self._key(agreement, "new"), agreement.staying[0]
-        self._connect(agreement.members, key, snapshot, first, agreement.new, agreement.leaving)
-        self.left = _ids(agreement.leaving)
+        self._membership.take_in(agreement, snapshot)
+        self.left = ids_of(agreement.leaving)
         self._divide()
 
     def _divide(self, among: Sequence[str] = ()) -> None:
@@ -379,80 +364,14 @@ class Sections:
         They may have taken in one that this replica has not.
         """
         ahead = [one.standing for one in agreement.continuing if one.standing.steps_after == agreement.completed]
-        together = [one for one in self.took_part if one not in _ids(agreement.gone)]
+        together = [one for one in self.took_part if one not in ids_of(agreement.gone)]
         self._divide(ahead[0].shared_by if ahead else together)
 
     def _go_on(self) -> None:
         """Notes who has a share of the data in the steps that follow."""
         self._steps = self.completed, self._shared_by
 
-    def _connect(
-        self,
-        members: list[Member],
-        key: str,
-        snapshot: Snapshot,
-        first: Member | None = None,
-        new: Sequence[Member] = (),
-        gone: Sequence[Member] = (),
-    ) -> None:
-        """Makes a group, and continues from ``snapshot``, those that are ``new`` from that of ``first``.
-
-        Those that are ``gone`` have left in order.
-        """
-        before, ids = self._members, _ids(members)
-        self._break()
-        line = self._line = Line(self._stores(members), ids.index(self.id), key, self._timeout)
-        self._on_line = members
-        first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
-        self._method.regroup(line, snapshot, first_rank, new_ranks)
-        self._members = members
-        self._commit()
-        self._warn(before, members, gone)
-
-    def _stores(self, members: Sequence[Member]) -> list[str]:
-        return [member.stores[self._job.rank] for member in members]
-
-    def _key(self, agreement: Agreement, of: str) -> str:
-        """Returns the key of the group with those that are new, or without them, of this rank's shard."""
-        return f"{agreement.generation}/{of}/{self._job.rank}"
-
-    def _commit(self) -> None:
-        """Tells all replicas that this one has all data of the section, and waits for the same from them."""
-        self._method.transport.exchange_flags(1).wait()
-
     def _break(self) -> None:
-        """Ends what is left of the group, and the waits of this job's ranks for each other."""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        """Ends what is left of the line, and the waits of this job's ranks for each other."""
+        self._membership.disconnect()
         self._method.transport.end_waits_for_shards()
-
-    def _warn_of_damage(self, sender: int) -> None:
-        warnings.warn(
-            f"A message from {self._on_line[sender].described} was damaged on its way to this replica: they repeat "
-            "their part of the round. If that happens again, check the memory and the network of both.",
-            stacklevel=2,
-        )
-
-    def _warn(self, before: list[Member], members: list[Member], gone: Sequence[Member]) -> None:
-        if members[0].id != self.id or self._job.rank != 0 or not self.has_joined:
-            return
-        lost = [member for member in before if member.id not in _ids([*members, *gone])]
-        new = [member for member in members if member.id not in _ids(before)]
-        happened = [f"Lost {_listed(lost)}"] if lost else []
-        happened += [f"Said goodbye to {_listed(gone)}"] if gone else []
-        happened += [f"Took in {_listed(new)}"] if new else []
-        number = f"{len(members)} replicas continue" if len(members) > 1 else "this replica continues alone"
-        warnings.warn(
-            f"{'. '.join(happened) or 'Lost a connection, and no replica'} after "
-            f"{self._method.num_rounds} rounds: {number}.",
-            stacklevel=2,
-        )
-
-
-def _ids(members: Sequence[Member]) -> list[str]:
-    return [member.id for member in members]
-
-
-def _listed(members: Sequence[Member]) -> str:
-    return ", ".join(member.described for member in members)
