@@ -137,6 +137,10 @@ class Method:
         self._waiting: list[int] = []
 
     @property
+    def num_steps(self) -> int:
+        return len(self.rounds)
+
+    @property
     def num_rounds(self) -> int:
         return len(self.rounds)
 
