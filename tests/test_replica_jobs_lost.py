@@ -22,11 +22,11 @@ from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.comm.gloo import GlooExchange
 from lightning_pipesync.core.comm.line import Line
 from lightning_pipesync.core.comm.messages import Messages
-from lightning_pipesync.methods.replicas import jobs as replica_methods
+from lightning_pipesync.methods.replicas import regrouping
 from lightning_pipesync.methods.replicas.fragments import Fragments
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
+from lightning_pipesync.methods.replicas.membership import Membership
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
-from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.replicas.unit import ReplicaUnit
 from tests.harness import DIED, launch, raised
@@ -121,7 +121,7 @@ def when_marked(act: Callable[[], object], folder: Path, others: int) -> None:
 
 
 def in_flag(act: Callable[[], object], folder: Path, others: int, section: int = SECTION) -> None:
-    when_called(Sections, "_commit", section, partial(when_marked, act, folder, others))
+    when_called(Membership, "commit", section, partial(when_marked, act, folder, others))
 
 
 def under_way(folder: Path, others: int) -> None:
@@ -146,7 +146,7 @@ FATES: dict[str, Callable[[Path, int], object]] = {
     "loading": lambda *_: when_called(ReplicatedTensors, "reset_global_weights", 0, die),
     "meeting": lambda *_: when_called(Line, "_meet", 0, die),
     "new groups": lambda *_: when_called(ElasticReplicaMethod, "regroup", 0, die),
-    "new shards": lambda *_: when_called(replica_methods, "_resharded", 0, die_in_sum),
+    "new shards": lambda *_: when_called(regrouping, "resharded", 0, die_in_sum),
     "under way": under_way,
     "under way, flag": partial(in_flag, die_while_sending, section=STARTED),
 }
@@ -179,7 +179,7 @@ def train(jobs: dict[str, Job], addresses: list[str], folder: Path) -> dict[str,
         FATES[phase](folder, job.replicas - 1)
     else:
         section = STARTED if job.settings.get("overlap_steps") else SECTION
-        when_called(Sections, "_commit", section, lambda: (folder / str(rank)).touch())
+        when_called(Membership, "commit", section, lambda: (folder / str(rank)).touch())
     ends, evaluated = [], {}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -347,9 +347,9 @@ def train_to_the_end(address: str, folder: Path) -> dict[str, Tensor]:
         loss(model, i, rank).backward()
         sync.step()
     if rank == 1:
-        when_called(Sections, "_commit", 0, partial(when_marked, die, folder, 2))
+        when_called(Membership, "commit", 0, partial(when_marked, die, folder, 2))
     else:
-        when_called(Sections, "_commit", 0, (folder / str(rank)).touch)
+        when_called(Membership, "commit", 0, (folder / str(rank)).touch)
     sync.end()
     last = state(model)
     sync.detach()

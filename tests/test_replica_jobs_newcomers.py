@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
+from lightning_pipesync.methods.replicas.membership import Membership
 from lightning_pipesync.methods.replicas.sections import Sections
 from tests.harness import DIED, assert_raised, launch, raised
 from tests.lost_ranks import die, freeze, stopped, wait_for, wake, write
@@ -123,7 +124,7 @@ class Training:
         if self.job.fate in dies:
             when_called(*dies[self.job.fate], 0, die)
         elif self.job.fate == "die in the flag":  # one of the others has taken it in, and the other has not
-            when_called(Sections, "_commit", 0, die_while_sending)
+            when_called(Membership, "commit", 0, die_while_sending)
 
     def _train(self, outcome: dict[str, Any]) -> None:
         sync, counter = self.sync, Counter()

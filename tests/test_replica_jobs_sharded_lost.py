@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
-from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.replicas.membership import Membership
 from tests.harness import DIED, free_port, launch, raised
 from tests.lost_ranks import die
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp
@@ -79,7 +79,7 @@ def train(addresses: list[str], ports: list[list[int]], folder: Path) -> dict[st
         if dies:
             FATES[job.fate](folder, REPLICAS * SHARDS - 1)
         else:
-            when_called(Sections, "_commit", SECTION, lambda: (folder / str(process)).touch())
+            when_called(Membership, "commit", SECTION, lambda: (folder / str(process)).touch())
         while sync.num_steps < STEPS:
             if job.comes and sync.num_steps == MEETS:
                 (folder / "they train").touch()
