@@ -44,6 +44,7 @@ class Process:
         self.world, self.name, self.id = world, name, f"{name}/{number}"
         self.outcome = ""  # how it has ended
         self.killed = self.frozen = self.told = self.left = self.joined = False
+        self.late = False  # with its signs of life: the lighthouse counts it as lost, and it is not
         self.ready: Callable[[], object] = lambda: True  # whether what it waits for has happened
         self.turn = threading.Semaphore(0)
         self.method = Method(self)
@@ -289,8 +290,11 @@ class World:
     One process neither dies nor freezes, and so what is complete is never lost.
     """
 
-    def __init__(self, seed: int, num_replicas: int, num_rounds: int, faults: int, unasked: int = 0) -> None:
+    def __init__(
+        self, seed: int, num_replicas: int, num_rounds: int, faults: int, unasked: int = 0, late: bool = False
+    ) -> None:
         self.random, self.num_rounds, self.faults = random.Random(seed), num_rounds, faults
+        self.late = late  # whether signs of life may be late
         self.unasked = unasked  # who takes part is asked in each section, or in one of so many
         self.num_replicas = num_replicas
         self.turn = threading.Semaphore(0)
@@ -333,6 +337,7 @@ class World:
         Those who have died, or are frozen, may be in it, too: their silence is too short.
         """
         awaited = [each for each in self.processes if each.lives and not each.frozen and not each.left]
+        awaited = [each for each in awaited if not each.late]
         if self.last:
             awaited = [each for each in awaited if each.id in self.last or each is self.survivor]
         return [] if any(each.id not in self.asking for each in awaited) else list(self.asking)
@@ -353,6 +358,7 @@ class World:
             patch.object(membership, "Line", Line),
             patch.object(sections, "Lighthouse", Lighthouse),
             patch.object(sections, "open_store", lambda: SimpleNamespace(port=0)),
+            patch.object(sections, "is_open", lambda ids: any(each.lives for each in self.processes if each.id in ids)),
             patch.object(sections, "own_address", lambda *_: ""),
             patch.object(membership, "give_up", lambda _, key: self.given_up.add(key)),
             patch.object(sections, "time", SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.clock)),
@@ -366,9 +372,9 @@ class World:
                     process.killed = True
                     process.turn.release()
 
-    def _sleep(self, _: float) -> None:
-        """Lets time pass, which plays a part for those only who wait for others to begin with."""
-        self.clock += 5
+    def _sleep(self, seconds: float) -> None:
+        """Lets time pass, which plays a part for those only who wait for others."""
+        self.clock += seconds if self.late else 5
         here().wait()
 
     def _step(self) -> bool:
@@ -382,6 +388,8 @@ class World:
         for each in live:
             if each.frozen and self.random.random() < 0.01:
                 each.frozen = False
+            if each.late and self.random.random() < 0.02:
+                each.late = False
         able = [each for each in live if each.killed or (not each.frozen and each.ready())]
         if not able:
             frozen = [each for each in live if each.frozen]
@@ -393,6 +401,9 @@ class World:
         return True
 
     def _befall(self) -> None:
+        if self.late and self.random.random() < 0.5:
+            self.random.choice([each for each in self.processes if each.lives]).late = True
+            return
         others = [each for each in self.processes if each.lives and each is not self.survivor and not each.frozen]
         what = self.random.choice(["dies", "freezes", "comes", "dies and comes", "leaves"])
         if others and what == "leaves":

@@ -37,3 +37,19 @@ def test_all_that_continue_have_the_same_rounds() -> None:
                 assert process.outcome in ("done", "killed", "left", "left out"), (seed, process.id)
     assert ends["done"] > 2 * SEEDS, "most replicas go on, and new ones are taken in"
     assert min(ends[each] for each in ("killed", "left", "left out", "too few")) > SEEDS // 40, ends
+
+
+def test_signs_of_life_that_come_late_do_not_let_replicas_train_apart() -> None:
+    """The lighthouse counts a replica as lost that lives: the others wait for it, or it learns that it was left out."""
+    ends: dict[str, int] = {}
+    for seed in range(SEEDS):
+        number = 2 + seed % 3
+        world = World(seed, num_replicas=number, num_rounds=ROUNDS, faults=seed % 7, unasked=seed // 21 % 4, late=True)
+        try:
+            world.run()
+        except AssertionError as error:
+            pytest.fail(f"seed {seed}: {error}")
+        for process in world.processes:
+            ends[process.outcome] = ends.get(process.outcome, 0) + 1
+    assert ends.keys() == {"done", "killed", "left", "left out", "too few"}, ends
+    assert ends["done"] > 2 * SEEDS, ends

@@ -30,6 +30,15 @@ def open_store() -> dist.TCPStore:
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
+def is_open(stores: Sequence[str]) -> bool:
+    """Returns whether one of these stores accepts a connection: then its process lives, though it may be frozen."""
+    for store in stores:
+        with suppress(dist.DistStoreError):
+            _look_for(store)
+            return True
+    return False
+
+
 def give_up(stores: Sequence[str], key: str) -> None:
     """Tells those that wait in a line that this rank does not come; arguments as of :class:`Line`."""
     with suppress(RuntimeError):

@@ -34,9 +34,12 @@ class OuterStep:
 
     @torch.no_grad()
     def step(self, index: int, movement: Tensor) -> Tensor:
-        """Updates a shard, and returns it; ``movement`` is the replicas' average minus the global weights."""
+        """Updates a shard, and returns it; ``movement`` is the replicas' average minus the global weights.
+
+        ``movement`` is not to be used afterwards.
+        """
         shard = self._shards[index]
-        shard.grad = -movement
+        shard.grad = movement.neg_()
         self._optimizers[index].step()
         shard.grad = None
         return shard

@@ -74,6 +74,11 @@ class Membership:
         if agreement.changes and agreement.members:
             give_up(self._stores(agreement.members), self._key(agreement, "new"))
 
+    def decline(self, agreement: Agreement) -> None:
+        """Tells the others of a quorum that this replica asks again."""
+        give_up(self._stores(agreement.continuing), self._key(agreement, "continuing"))
+        self.give_up(agreement)
+
     def warn_of_damage(self, sender: int) -> None:
         """Warns of a damaged message from a rank of the line."""
         warnings.warn(

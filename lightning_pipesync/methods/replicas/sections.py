@@ -33,16 +33,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_pipesync.core.addresses import join_address, own_address, split_address
-from lightning_pipesync.core.comm.line import open_store
+from lightning_pipesync.core.comm.line import is_open, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
 from lightning_pipesync.core.faults.errors import DamagedMessageError, is_lost_peer
-from lightning_pipesync.core.faults.lighthouse import Lighthouse, Standing
+from lightning_pipesync.core.faults.lighthouse import SILENCE_S, Lighthouse, Standing
 from lightning_pipesync.data.elastic import check_common
 from lightning_pipesync.methods.replicas.membership import Membership, ids_of, listed
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
     from lightning_pipesync.methods.replicas.snapshot import Snapshot
+
+#: Seconds that others are waited for which seem to live, though the lighthouse counts them as lost.
+LATE_S = 2 * SILENCE_S
 
 #: Seconds between two questions while there are fewer replicas than training begins with.
 ASK_S = 0.1
@@ -88,6 +91,7 @@ class Sections:
         self._shared_by: tuple[str, ...] = ()  # the data
         self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
         self._was_silent = False  # when it has asked last
+        self._missing_since = math.inf  # the time since when it has missed others
         self._membership = Membership(method, self.id, self._job.rank, self._timeout)
         self._next: Agreement | None = None  # which is one of the next section, too
         self._gathered: Snapshot | None = None  # in a section with which some leave
@@ -183,7 +187,9 @@ class Sections:
             if agreement.changes and not stands:
                 before = self._method.completed(before)  # then averages under way arrive, too
             self.completed, self.generation, is_repeated = agreement.completed, agreement.generation, True
-            if not self._attempt(agreement, partial(self._membership.go_on, agreement, None if stands else before)):
+            awaits = agreement is not unasked and self._awaits_missing(agreement)
+            go_on = partial(self._membership.go_on, agreement, None if stands else before)
+            if awaits or not self._attempt(agreement, go_on):
                 is_final |= stands
                 continue
             if stands:
@@ -279,16 +285,36 @@ class Sections:
             raise
 
     def _was_left_behind(self, agreement: Agreement) -> bool:
-        """Returns whether the others may have trained on without this replica, and ended: it was silent, and is alone.
+        """Returns whether the others may have trained on without this replica: it was silent, and most are missing.
 
         Otherwise it would train on to other weights than theirs.
         """
-        others = set(self.members).difference([self.id])
-        if others.intersection(ids_of([*agreement.continuing, *agreement.gone])):
+        missing = set(self.members).difference(ids_of([*agreement.continuing, *agreement.gone]))
+        if 2 * len(missing) < len(self.members) or not missing:
             if self._lighthouse is not None:
                 self._lighthouse.was_silent = False
             return False
-        return bool(others) and self._was_silent
+        return self._was_silent
+
+    def _awaits_missing(self, agreement: Agreement) -> bool:
+        """Returns, after a moment, whether to ask again: some who are missing live, and may only be late.
+
+        Otherwise they would be left out, or go on apart from this replica, to other weights. One that is frozen seems
+        to live, too: it is awaited for some seconds only.
+        """
+        present = ids_of([*agreement.continuing, *agreement.gone])
+        missing = [member for member in self._membership.members if member.id not in present]
+        if not missing:
+            self._missing_since = math.inf
+            return False
+        self._missing_since = min(self._missing_since, time.monotonic())
+        may_be_late = time.monotonic() - self._missing_since < min(LATE_S, self._timeout.total_seconds())
+        lives = may_be_late and self._job.rank == 0 and is_open([member.stores[0] for member in missing])
+        if not any(self._job.gather_objects(lives)):
+            return False
+        self._membership.decline(agreement)
+        time.sleep(ASK_S)
+        return True
 
     def _wait_for_more(self, agreement: Agreement, begin: float) -> None:
         if time.monotonic() - begin > self._timeout.total_seconds():
