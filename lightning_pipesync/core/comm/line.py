@@ -21,6 +21,9 @@ POLL_S, LOOK_S = 0.01, 0.5
 #: Seconds in which a living host accepts a connection.
 CONNECT_S = 5.0
 
+#: Seconds in which it does so if it is one of many.
+ANSWER_S = 1.0
+
 #: The key by which a rank tells those that wait for it in a line that it does not come.
 GIVEN_UP = "given up"
 
@@ -31,10 +34,16 @@ def open_store() -> dist.TCPStore:
 
 
 def is_open(stores: Sequence[str]) -> bool:
-    """Returns whether one of these stores accepts a connection: then its process lives, though it may be frozen."""
+    """Returns whether one of these stores accepts a connection: then its process lives, though it may be frozen.
+
+    Looks for :data:`CONNECT_S` seconds at most, if many hosts do not answer at all.
+    """
+    begin = time.monotonic()
     for store in stores:
-        with suppress(dist.DistStoreError):
-            _look_for(store)
+        if time.monotonic() - begin > CONNECT_S:
+            break
+        with suppress(OSError):
+            socket.create_connection(split_address(store), ANSWER_S).close()
             return True
     return False
 
