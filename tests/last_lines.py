@@ -341,7 +341,7 @@ def run_jobs(names: list[str], folder: Path) -> dict[str, int]:
         name, rank = children.pop(child)
         codes[f"{name} {rank}"] = os.waitstatus_to_exitcode(status)
         left = [other for other, (same, _) in children.items() if same == name]
-        if len(left) == 1 and children[left[0]][1] == VICTIM:
+        if Job.of(name).how == "frozen" and len(left) == 1 and children[left[0]][1] == VICTIM:
             os.kill(left[0], signal.SIGKILL)
     return codes
 
