@@ -54,6 +54,11 @@ class Membership:
             self._connect(agreement, "continuing", snapshot, agreement.continuing, gone=agreement.gone)
             self._made_in = agreement.generation
 
+    def missing(self, agreement: Agreement) -> list[Member]:
+        """Returns the members that neither continue nor have left in order."""
+        present = ids_of([*agreement.continuing, *agreement.gone])
+        return [member for member in self.members if member.id not in present]
+
     def take_in(self, agreement: Agreement, snapshot: Snapshot) -> None:
         """Makes a line of those that stay and those that are new, and hands over to these what the former know."""
         first, new = agreement.staying[0], agreement.new
@@ -68,6 +73,11 @@ class Membership:
         if self._line is not None:
             self._line.close()
             self._line = None
+
+    def break_off(self) -> None:
+        """Ends what is left of the line, and the waits of this job's ranks for each other."""
+        self.disconnect()
+        self._method.transport.end_waits_for_shards()
 
     def give_up(self, agreement: Agreement) -> None:
         """Tells those that wait for this replica, to take new ones in, that it does not come."""
@@ -102,8 +112,7 @@ class Membership:
         Those that are ``gone`` have left in order.
         """
         before, ids = self.members, ids_of(members)
-        self.disconnect()
-        self._method.transport.end_waits_for_shards()
+        self.break_off()
         line = self._line = Line(self._stores(members), ids.index(self._id), self._key(agreement, of), self._timeout)
         self._on_line = members
         first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]

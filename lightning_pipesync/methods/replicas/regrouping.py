@@ -70,11 +70,10 @@ class RegroupedReplicaMethod(ReplicaMethod):
 
     def snapshot(self, of_step: int | None = None) -> Snapshot:
         """Returns the state, or of weights only what the end of the next step of an optimizer may change."""
-        changed = [unit.changed_next if index == of_step else () for index, unit in enumerate(self._units)]
-        units = [
-            unit.snapshot(None if of_step is None else buckets)
-            for unit, buckets in zip(self._units, changed, strict=True)
-        ]
+        if of_step is None:
+            units = [unit.snapshot() for unit in self._units]
+        else:
+            units = [unit.snapshot(unit.changed_next if i == of_step else ()) for i, unit in enumerate(self._units)]
         return Snapshot(*self._place, replace(self._changes), units)
 
     def completed(self, snapshot: Snapshot) -> Snapshot:

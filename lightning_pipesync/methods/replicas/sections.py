@@ -136,8 +136,9 @@ class Sections:
         return self._job.greatest(number)
 
     def leave_now(self) -> None:
-        """Leaves between two sections."""
-        self._say_goodbye()
+        """Leaves for good, between two sections; what the others are still to receive is on its way."""
+        self.has_left = True
+        self._tell_goodbye()
 
     def run(
         self,
@@ -172,7 +173,7 @@ class Sections:
             agreement = self._next or unasked or self._agree(undoable, ends, last, deadline)
             self._next = None
             if agreement is None or self.id in ids_of(agreement.gone):
-                self._say_goodbye()
+                self.leave_now()
                 return
             if agreement is not unasked and (not self._is_in(agreement) or self._was_left_behind(agreement)):
                 self.close()
@@ -201,7 +202,7 @@ class Sections:
             if self.completed == number and self._attempt(agreement, self._membership.commit):
                 is_final = True
                 if self.id in ids_of(agreement.leaving):
-                    self._say_goodbye()
+                    self.leave_now()
                     return
                 if not agreement.changes:
                     self._attempt(agreement, self._method.launch)  # the next section finds out that one is lost
@@ -257,11 +258,6 @@ class Sections:
         quorum, self._was_silent = self._job.gather_objects((quorum, was_silent))[0]
         return None if quorum is None else agree(quorum)
 
-    def _say_goodbye(self) -> None:
-        """Leaves for good; what the others are still to receive is on its way."""
-        self.has_left = True
-        self._tell_goodbye()
-
     def _tell_goodbye(self) -> None:
         if self._lighthouse is not None:
             self._lighthouse.leave(Standing(self.completed, self.generation, last=self.completed))
@@ -289,7 +285,7 @@ class Sections:
 
         Otherwise it would train on to other weights than theirs.
         """
-        missing = set(self.members).difference(ids_of([*agreement.continuing, *agreement.gone]))
+        missing = self._membership.missing(agreement)
         if 2 * len(missing) < len(self.members) or not missing:
             if self._lighthouse is not None:
                 self._lighthouse.was_silent = False
@@ -302,8 +298,7 @@ class Sections:
         Otherwise they would be left out, or go on apart from this replica, to other weights. One that is frozen seems
         to live, too: it is awaited for some seconds only.
         """
-        present = ids_of([*agreement.continuing, *agreement.gone])
-        missing = [member for member in self._membership.members if member.id not in present]
+        missing = self._membership.missing(agreement)
         if not missing:
             self._missing_since = math.inf
             return False
@@ -341,10 +336,10 @@ class Sections:
                     self.close()
                     raise
                 self._membership.warn_of_damage(error.__cause__.sender)
-            self._break()
+            self._membership.break_off()
         if all(self._job.gather_objects(lost is None)):
             return True
-        self._break()
+        self._membership.break_off()
         self._membership.give_up(agreement)
         return False
 
@@ -396,8 +391,3 @@ class Sections:
     def _go_on(self) -> None:
         """Notes who has a share of the data in the steps that follow."""
         self._steps = self.completed, self._shared_by
-
-    def _break(self) -> None:
-        """Ends what is left of the line, and the waits of this job's ranks for each other."""
-        self._membership.disconnect()
-        self._method.transport.end_waits_for_shards()
