@@ -121,6 +121,18 @@ def train_ddp(optimizer_name: str, num_steps: int) -> dict[str, Tensor]:
     return state(model)
 
 
+class Counter:
+    """An object of the user's own in a checkpoint."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
 class Averaged:
     """In place of a method: synchronous training with gradients that are averaged one by one."""
 

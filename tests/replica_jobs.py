@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from tests.harness import free_port, launch
+from tests.lost_ranks import die
 
 #: Seconds without a sign of life after which a process counts as dead: a busy machine may hold one up for some.
 SILENCE_S = 5
 #: Seconds that those who live are waited for: what is waited for happens long before.
 TIMEOUT_S = 120
+#: The steps before which a job dies, and before which the others wait for it to start again.
+DIES, WAITS = 3, 6
 
 
 def _run(function: Callable[..., Any], address: str, number: int, ports: Sequence[int], args: tuple[Any, ...]) -> Any:
@@ -100,3 +103,25 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"nobody has written {path.name}"
         time.sleep(0.05)
+
+
+def dies_and_comes_back(rank: int, victim: int, last: int, directory: Path) -> tuple[int, Callable[[int], None]]:
+    """Returns the job of a process, and what is called before each of its steps.
+
+    Job `victim` dies before step `DIES`, and the process `last` is that job when it comes back; it starts before step
+    `WAITS`, for which the others wait until a file `started` is there.
+    """
+    comes_back = rank == last
+    if comes_back:
+        rank = victim
+        os.environ["PIPESYNC_REPLICA"] = str(victim)
+        wait_for(directory / "going on")
+
+    def before_step(step: int) -> None:
+        if rank == victim and step == DIES and not comes_back:
+            die()
+        if step == WAITS and not comes_back:  # they have had a round without it
+            (directory / "going on").touch()
+            wait_for(directory / "started")
+
+    return rank, before_step

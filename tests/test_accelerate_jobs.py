@@ -23,32 +23,26 @@ from lightning_pipesync import LocalSGD, PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.accelerate.joining import HandedOver
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import DIED, assert_raised, raised
-from tests.lost_ranks import die
-from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, Counter, assert_same, loss, seeded_mlp, state
 from tests.reference_elastic_data import Data, seen
 from tests.reference_lost_rank import simulate
 from tests.reference_selsync import average
-from tests.replica_jobs import TIMEOUT_S, as_replica, launch_replicas, lighthouse, wait_for
+from tests.replica_jobs import (
+    DIES,
+    TIMEOUT_S,
+    WAITS,
+    as_replica,
+    dies_and_comes_back,
+    launch_replicas,
+    lighthouse,
+)
 
 PERIOD, EPOCHS = 2, 2
 DATA = Data(60, 4)
 #: The step before which the first replica dies, and that before which the others wait until it has started again.
-DIES, WAITS = 3, 6
 #: The step after which a checkpoint is saved, within a round and an epoch, which has eight.
 SAVED = 11
 SETTINGS: dict[str, Any] = {"period": PERIOD, "timeout_s": TIMEOUT_S}
-
-
-class Counter:
-    """An object of the user's own in a checkpoint."""
-
-    steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
 
 
 def accelerator_of(**kwargs: Any) -> PipeSyncAccelerator:
@@ -104,18 +98,7 @@ class Training:
 def train(rank: int, directory: Path) -> dict[str, Any]:
     """Trains as the job ``rank``; the last one is job 0, when it comes back."""
     comes_back = rank == 3
-    if comes_back:
-        rank = 0
-        os.environ["PIPESYNC_REPLICA"] = "0"
-        wait_for(directory / "going on")
-
-    def before_step(step: int) -> None:
-        if rank == 0 and step == DIES and not comes_back:
-            die()
-        if step == WAITS and not comes_back:  # they have had a round without it
-            (directory / "going on").touch()
-            wait_for(directory / "started")
-
+    rank, before_step = dies_and_comes_back(rank, 0, 3, directory)
     training = Training(rank, accelerator_of(), before_step=before_step)
     training.prepare()
     if comes_back:

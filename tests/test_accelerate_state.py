@@ -19,7 +19,7 @@ from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import Classifier, dataset, train_loader
-from tests.models import OPTIMIZERS
+from tests.models import OPTIMIZERS, Counter
 
 METHODS: dict[str, dict[str, Any]] = {
     "dear": {"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"},
@@ -38,18 +38,6 @@ LOSS = nn.functional.cross_entropy
 def accelerator_of(method: str, **settings: Any) -> PipeSyncAccelerator:
     plugin = PipeSyncPlugin(method, **(settings or METHODS[method]))
     return PipeSyncAccelerator(plugin, dataloader_config=DataLoaderConfiguration(data_seed=11))
-
-
-class Counter:
-    """An object of the user's own in a checkpoint."""
-
-    steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
 
 
 def train(method: str, folder: Path, resumed: bool) -> tuple[Tensor, Tensor]:

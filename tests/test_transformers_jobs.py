@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,20 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 from lightning_pipesync import LocalSGD, PipeSyncPlugin
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import DIED
-from tests.lost_ranks import die
 from tests.reference_elastic_data import Data, seen
-from tests.replica_jobs import TIMEOUT_S, as_replica, launch_replicas, lighthouse, wait_for
+from tests.replica_jobs import (
+    DIES,
+    TIMEOUT_S,
+    WAITS,
+    as_replica,
+    dies_and_comes_back,
+    launch_replicas,
+    lighthouse,
+)
 from tests.test_accelerate_transformers import OF_EIGHT_STEPS, PipeSyncTrainer, Sentences, bert
 
 SEED, PERIOD = 7, 2
 #: The step before which one dies, and that before which the others wait until it has started again.
-DIES, WAITS = 3, 6
 
 
 class Watched(TrainerCallback):
@@ -85,18 +90,7 @@ def weights_of(model: torch.nn.Module) -> Tensor:
 def train(rank: int, directory: Path) -> dict[str, Any]:
     """Trains as the job ``rank``; the last one is job 1, when it comes back."""
     comes_back = rank == 3
-    if comes_back:
-        rank = 1
-        os.environ["PIPESYNC_REPLICA"] = "1"
-        wait_for(directory / "going on")
-
-    def act(step: int) -> None:
-        if rank == 1 and step == DIES and not comes_back:
-            die()
-        if step == WAITS and not comes_back:  # they have had a round without it
-            (directory / "going on").touch()
-            wait_for(directory / "started")
-
+    rank, act = dies_and_comes_back(rank, 1, 3, directory)
     watched = Watched(act)
     trainer = trainer_of(directory / f"{rank}{comes_back}", watched, rank, max_steps=18)
     prepare = trainer.accelerator.prepare
