@@ -20,7 +20,7 @@ CORE_TESTS := tests/conformance tests/test_ea_pipe_traced.py tests/test_private_
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
+.PHONY: demo results test test-fast test-cuda test-kernels test-core test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -32,6 +32,11 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 
 demo: $(READY)
 	$(BIN)/python examples/slow_network.py examples/digits.py --output outputs/digits $(DEMO_ARGS)
+
+# Hours: everything that the docs' tables and pictures show, job by job; what has been measured is left out.
+# Some of it: make results RESULTS_ARGS="--only dear --minutes 30". All jobs: python -m benchmarks.results list.
+results: $(READY)
+	$(BIN)/python -m benchmarks.results measure $(RESULTS_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -9,4 +9,5 @@ Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, 
 - ``plan_accuracy``: how far the predictions of ``pipesync plan`` are off
 - ``replicas``, ``goodput``: replicas that come and go, beside torchft's DiLoCo
 - ``codecs``, ``overhead``, ``selsync_overhead``: what parts of a step cost
+- ``results``: all measurements that the docs show (``make results``)
 """

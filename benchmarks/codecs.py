@@ -1,35 +1,92 @@
-"""How fast each codec is on this CPU, beside a plain `Tensor.copy_` of the same values.
-
-python -m benchmarks.codecs --mib 25 --rounds 15 --threads 1
-
-GB/s counts the bytes of the fp32 source, whatever the size of the wire. Rounds are interleaved, so that a slow moment
-of a busy machine hits all rows alike; compare the ratios, not the speeds. "feedback" is a whole `encode_with_feedback`.
-"""
+"""``python -m benchmarks.codecs``: how fast each codec is on this CPU, beside a plain ``Tensor.copy_``."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks import command
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.feedback import encode_with_feedback
+from lightning_pipesync.lab.bench.benchmark import Command
+from lightning_pipesync.lab.bench.tables import environment, table
 
 NAMES = ("none", "bf16", "fp16", "truncate16", "int8", "int4", "topk", "chunked_topk")
 OPERATIONS = ("encode", "decode", "decode_add", "feedback")
 Jobs = dict[tuple[str, str], Callable[[], object]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Codecs(Command):
+    """Times the codecs, in turns, so that a slow moment of a busy machine meets all alike: compare ratios, not speeds.
+
+    Attributes:
+        mib: MiB of the fp32 source.
+        rounds: Number of measurements of each, in turns; the first, which warms up, is one more.
+        threads: CPU threads of torch.
+    """
+
+    mib: float = 25.0
+    rounds: int = 15
+    threads: int = 1
+
+    name = "codecs"
+
+    def __post_init__(self) -> None:
+        self._check_positive("mib", "rounds", "threads")
+
+    def results(self) -> list[dict[str, Any]]:
+        torch.set_num_threads(self.threads)
+        source = torch.randn(int(self.mib * MIB) // 4)
+        copied = torch.zeros_like(source)
+        jobs: Jobs = {("copy_", "encode"): lambda: copied.copy_(source)}
+        for name in NAMES:
+            jobs |= codec_jobs(name, source)
+        seconds = measure(jobs, self.rounds)
+        rows = [
+            {
+                "name": name,
+                "share": 1 if name == "copy_" else wire_bytes(name, source) / source.nbytes,
+                "seconds": {one: seconds[name, one] for one in OPERATIONS if (name, one) in seconds},
+            }
+            for name in ("copy_", *NAMES)
+        ]
+        return [{"settings": self.settings(), "environment": environment(), "num_bytes": source.nbytes, "rows": rows}]
+
+    def report(self, results: list[dict[str, Any]]) -> str:
+        [result] = results
+        copied = next(row["seconds"]["encode"] for row in result["rows"] if row["name"] == "copy_")
+        lines = []
+        for row in result["rows"]:
+            took = [row["seconds"].get(operation) for operation in OPERATIONS]
+            cells = [f"{result['num_bytes'] / s / 1e9:.2f} ({copied / s:.2f})" if s else "" for s in took]
+            lines.append([row["name"], f"{row['share']:.3f}", *cells])
+        settings = result["settings"]
+        return f"""{settings["mib"]:g} MiB of fp32, {settings["threads"]} threads: GB of the source per second, whatever
+the size of the wire, and in brackets relative to `copy_`. Feedback is an encoding with error feedback.
+
+{table(["codec", "wire / source", *(name.replace("_", " and ") for name in OPERATIONS)], lines)}"""
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        """There is no picture."""
+
+
+def wire_bytes(name: str, source: torch.Tensor) -> int:
+    """Returns the bytes of the encoded source."""
+    return get_codec(name).wire_bytes(source.numel(), source.dtype)
+
+
 def codec_jobs(name: str, source: torch.Tensor) -> Jobs:
     """Returns what to time of one codec, by its name and the operation. Every codec has its own buffers."""
     codec = get_codec(name)
-    wire = torch.zeros(codec.wire_bytes(source.numel(), source.dtype), dtype=torch.uint8)
+    wire = torch.zeros(wire_bytes(name, source), dtype=torch.uint8)
     target, compensated, residual = torch.zeros_like(source), torch.zeros_like(source), torch.zeros_like(source)
     return {
         (name, "encode"): lambda: codec.encode(source, wire),
@@ -42,45 +99,15 @@ def codec_jobs(name: str, source: torch.Tensor) -> Jobs:
 
 
 def measure(jobs: Jobs, rounds: int) -> dict[tuple[str, str], float]:
-    """Returns the median seconds of each job over `rounds` interleaved rounds, after one that warms up."""
+    """Returns the median seconds of each job over ``rounds`` interleaved rounds, after one that warms up."""
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
     for _ in range(rounds + 1):
         for key, job in jobs.items():
             start = time.perf_counter()
             job()
             seconds[key].append(time.perf_counter() - start)
-    return {key: statistics.median(times[1:]) for key, times in seconds.items()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=float, default=25, help="size of the fp32 source in MiB")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds to take the median of")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-
-    source = torch.randn(int(arguments.mib * 2**20) // 4)
-    copied = torch.zeros_like(source)
-    jobs: Jobs = {("copy_", "encode"): lambda: copied.copy_(source)}
-    for name in NAMES:
-        jobs |= codec_jobs(name, source)
-    seconds = measure(jobs, arguments.rounds)
-
-    table = Table(
-        title=f"{arguments.mib:g} MiB fp32, {arguments.threads} threads: GB/s (and relative to copy_)", box=box.SIMPLE
-    )
-    table.add_column("codec")
-    table.add_column("wire/source", justify="right")
-    for operation in OPERATIONS:
-        table.add_column(operation, justify="right")
-    for name in ("copy_", *NAMES):
-        size = 1 if name == "copy_" else get_codec(name).wire_bytes(source.numel(), source.dtype) / source.nbytes
-        took = [seconds[name, operation] for operation in OPERATIONS if (name, operation) in seconds]
-        speeds = [f"{source.nbytes / t / 1e9:5.2f} ({seconds['copy_', 'encode'] / t:5.2f})" for t in took]
-        table.add_row(name, f"{size:.3f}", *speeds)
-    Console(width=100).print(table)
+    return {key: median(times[1:]) for key, times in seconds.items()}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main("benchmarks.codecs:Codecs"))

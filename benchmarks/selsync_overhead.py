@@ -1,31 +1,106 @@
-"""What a longer window of SelSync's tracker, and its order of the data, cost (Figs. 8a and 8b of its paper).
+"""``python -m benchmarks.selsync_overhead``: what a window and SelDP cost (SelSync, Figs. 8a and 8b).
 
-In one process:
-
-    python -m benchmarks.selsync_overhead
-
-benchmarks.overhead measures the whole tracker, and the flag, in a training.
+In one process; ``benchmarks.overhead`` measures the whole tracker, and the flag, in a training.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DistributedSampler
 
+from benchmarks import command
 from lightning_pipesync import SelDPSampler
+from lightning_pipesync.lab.bench.benchmark import Command
+from lightning_pipesync.lab.bench.tables import environment, table_of
 from lightning_pipesync.methods.selsync import GradientChangeTracker
 
 WINDOWS = 25, 50, 100, 200
 DATA_SETS = {"CIFAR": 50_000, "ImageNet": 1_281_167}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelSyncOverhead(Command):
+    """Times the smoothing of SelSync's tracker by the length of its window, and its order of the data.
+
+    Attributes:
+        steps: Steps of the tracker.
+        ranks: Number of ranks that share the data.
+        rounds: Number of measurements of each order.
+    """
+
+    steps: int = 2000
+    ranks: int = 16
+    rounds: int = 5
+
+    name = "selsync_overhead"
+
+    def __post_init__(self) -> None:
+        self._check_positive("steps", "ranks", "rounds")
+
+    def results(self) -> list[dict[str, Any]]:
+        torch.set_num_threads(1)
+        shared = {"settings": self.settings(), "environment": environment()}
+        return [{**shared, "windows": self._windows(), "orders": self._orders()}]
+
+    def _windows(self) -> list[dict[str, Any]]:
+        """Times the smoothing of a step's squared norm (Fig. 8a)."""
+        rows = []
+        for window in WINDOWS:
+            tracker = GradientChangeTracker(window, smoothing=0.16)
+            for _ in range(window):
+                tracker.update(1.0)
+            seconds = median(timed(partial(tracker.update, 1.0)) for _ in range(self.steps))
+            rows.append({"window": window, "seconds": seconds})
+        return rows
+
+    def _orders(self) -> list[dict[str, Any]]:
+        """Times how a rank gets its order of the data, with DefDP, which is torch's, and with SelDP (Fig. 8b)."""
+        rows = []
+        kinds: dict[str, Any] = {"DefDP": DistributedSampler, "SelDP": SelDPSampler}
+        for name, samples in DATA_SETS.items():
+            for kind, sampler_type in kinds.items():
+                first, further = [], []
+                for _ in range(self.rounds):
+                    start = time.perf_counter()
+                    sampler = sampler_type(range(samples), self.ranks, 0)
+                    iter(sampler)
+                    first.append(time.perf_counter() - start)
+                    sampler.set_epoch(1)
+                    further.append(timed(partial(iter, sampler)))
+                times = {"first_s": median(first), "further_s": median(further)}
+                rows.append({"data": name, "samples": samples, "kind": kind, **times})
+        return rows
+
+    def report(self, results: list[dict[str, Any]]) -> str:
+        [result] = results
+        smoothing = table_of(
+            result["windows"],
+            {
+                "window": lambda row: f"{row['window']}",
+                "microseconds a step": lambda row: f"{1e6 * row['seconds']:.1f}",
+            },
+        )
+        orders = table_of(
+            result["orders"],
+            {
+                "samples": lambda row: f"{row['samples']:,} ({row['data']})",
+                "": lambda row: row["kind"],
+                "ms before the first epoch": lambda row: f"{1e3 * row['first_s']:.1f}",
+                "ms before each later epoch": lambda row: f"{1e3 * row['further_s']:.1f}",
+            },
+        )
+        return f"{smoothing}\nOn one of {result['settings']['ranks']} ranks:\n\n{orders}"
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        """There is no picture."""
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -35,43 +110,5 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def smoothing(steps: int) -> Table:
-    """Times the smoothing of a step's squared norm, by the length of the window (Fig. 8a)."""
-    table = Table("window", "microseconds a step", title="Smoothing the norm of a gradient")
-    for window in WINDOWS:
-        tracker = GradientChangeTracker(window, smoothing=0.16)
-        for _ in range(window):
-            tracker.update(1.0)
-        seconds = median(timed(partial(tracker.update, 1.0)) for _ in range(steps))
-        table.add_row(f"{window}", f"{seconds * 1e6:.1f}")
-    return table
-
-
-def order(ranks: int, rounds: int) -> Table:
-    """Times how a rank gets its order of the data, with DefDP, which is torch's, and with SelDP (Fig. 8b)."""
-    headings = "data set", "samples", "", "ms before the first epoch", "ms before each further one"
-    table = Table(*headings, title=f"The order of the data on one of {ranks} ranks")
-    for name, samples in DATA_SETS.items():
-        kinds: dict[str, Any] = {"DefDP": DistributedSampler, "SelDP": SelDPSampler}
-        for kind, sampler_type in kinds.items():
-            first, further = [], []
-            for _ in range(rounds):
-                start = time.perf_counter()
-                sampler = sampler_type(range(samples), ranks, 0)
-                iter(sampler)
-                first.append(time.perf_counter() - start)
-                sampler.set_epoch(1)
-                further.append(timed(partial(iter, sampler)))
-            table.add_row(name, f"{samples:,}", kind, f"{median(first) * 1e3:.1f}", f"{median(further) * 1e3:.1f}")
-    return table
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="of the tracker (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=16, help="that share the data (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of the samplers (default: %(default)s)")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    Console().print(smoothing(options.steps))
-    Console().print(order(options.ranks, options.rounds))
+    sys.exit(command.main("benchmarks.selsync_overhead:SelSyncOverhead"))

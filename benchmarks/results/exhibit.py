@@ -1,0 +1,138 @@
+"""What the docs show of measurements: tables, pictures, and the claims of a paper."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.results.job import ROOT, Record, path_of
+from lightning_pipesync.lab.bench.tables import table
+
+PICTURES = ROOT / "docs" / "pictures"
+
+#: The key of a PNG file's text with the digest of the measurements that it shows.
+DIGEST_KEY = "Measured"
+
+Holds = Literal["yes", "in part", "no"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, in Markdown, of what some jobs have measured."""
+
+    name: str
+    jobs: tuple[str, ...]
+    render: Callable[[Sequence[Record]], str]
+
+    def text(self, records: Sequence[Record]) -> str:
+        """Returns the commands, the table, and where the numbers come from."""
+        commands = "".join(f"{_wrapped(record.command)}\n" for record in records)
+        origins = dict.fromkeys(record.provenance for record in records)
+        origin = "Measured " + ". ".join(origins) + "."
+        return f"```bash\n{commands}```\n\n{self.render(records).strip()}\n\n*{origin}*"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, ``docs/pictures/NAME.png``, of what some jobs have measured."""
+
+    name: str
+    jobs: tuple[str, ...]
+    #: Writes the file.
+    draw: Callable[[Sequence[Record], Path], None]
+
+    @property
+    def path(self) -> Path:
+        return PICTURES / f"{self.name}.png"
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the file shows what the jobs' files have now."""
+        from PIL import Image
+
+        if not self.path.exists():
+            return False
+        with Image.open(self.path) as image:
+            return bool(image.info.get(DIGEST_KEY) == digest_of(self.jobs))
+
+    def write(self) -> None:
+        """Draws it, with the digest of what was measured."""
+        from PIL import Image
+        from PIL.PngImagePlugin import PngInfo
+
+        self.draw(read(self.jobs), self.path)
+        with Image.open(self.path) as image:
+            pixels = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=128)
+        text = PngInfo()
+        text.add_text(DIGEST_KEY, digest_of(self.jobs))
+        pixels.save(self.path, optimize=True, pnginfo=text)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was measured for a claim, in a few words, and whether the claim holds."""
+
+    text: str
+    holds: Holds
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure, a table or a statement of a paper, and what is measured of it here."""
+
+    #: Such as Table I.
+    where: str
+    #: What the paper reports, with its numbers.
+    reported: str
+    jobs: tuple[str, ...]
+    find: Callable[[Sequence[Record]], Finding]
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The table of a paper's claims."""
+
+    name: str
+    claims: tuple[Claim, ...]
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(job for claim in self.claims for job in claim.jobs))
+
+    def text(self, records: Sequence[Record]) -> str:
+        """Returns the table."""
+        by_name, rows = {record.name: record for record in records}, []
+        for claim in self.claims:
+            found = claim.find([by_name[job] for job in claim.jobs])
+            rows.append([claim.where, claim.reported, found.text, found.holds])
+        text = table(["", "the paper", "here", "holds?"], rows)
+        return text.replace("---:", "---").strip()
+
+
+Exhibit = Table | Picture | Claims
+
+
+def read(jobs: Sequence[str]) -> list[Record]:
+    """Returns what the jobs have measured; FileNotFoundError if one has never been run."""
+    return [Record.read(job) for job in jobs]
+
+
+def digest_of(jobs: Sequence[str]) -> str:
+    """Returns a digest of the files of the jobs."""
+    digest = hashlib.sha256()
+    for job in jobs:
+        digest.update(path_of(job).read_bytes())
+    return digest.hexdigest()
+
+
+def _wrapped(command: str, width: int = 118) -> str:
+    """Returns a command in lines of at most this width, where its words allow it."""
+    lines = [""]
+    for word in command.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)

@@ -1,0 +1,223 @@
+"""EA-Pipe: pipeline parallelism with elastic averaging (its Section IV)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.pipeline import Choice, choice_of, outcome_of
+from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Table
+from benchmarks.results.job import Job, Record
+from benchmarks.results.views import drawn_by, span
+from lightning_pipesync.lab.bench.tables import table
+
+_PIPELINE = "python -m benchmarks.pipeline --model mlp --stages 8 --momentum 0.9"
+_OTHERS = "sgd pipedream weight_stashing spectrain naive"
+_FORCES = " ".join(f"ea_pipe:elastic_force={force}" for force in (0.1, 0.3, 0.5))
+_GRID = "--batch_sizes 16 32 64 128 --seeds 0 1 2 3 4 --evaluations 20"
+
+#: Methods by the names of the papers.
+METHODS = {
+    "sgd": "SGD",
+    "pipedream": "PipeDream, vertical sync (the paper's)",
+    "weight_stashing": "PipeDream, weight stashing alone (its default)",
+    "spectrain": "SpecTrain",
+    "naive": "naive",
+    "ea_pipe": "EA-Pipe",
+}
+
+JOBS = (
+    Job(
+        "ea_pipe_batch_sizes_digits",
+        f"{_PIPELINE} --task digits {_GRID} --epochs 200 --methods {_OTHERS} {_FORCES} "
+        "--learning_rates 0.0003 0.001 0.002 0.003 0.01 0.03 0.1 0.3",
+        12,
+    ),
+    Job(
+        "ea_pipe_batch_sizes_mnist1d",
+        f"{_PIPELINE} --task mnist1d {_GRID} --epochs 100 --methods {_OTHERS} {_FORCES} "
+        "--learning_rates 0.001 0.003 0.01 0.03 0.1 0.3",
+        12,
+    ),
+    Job(
+        "ea_pipe_small_batches",
+        f"{_PIPELINE} --task digits --batch_sizes 4 --seeds 0 1 2 3 4 5 6 7 --evaluations 10 --epochs 100 "
+        f"--methods {_OTHERS} {_FORCES} --learning_rates 0.001 0.003 0.01 0.03 0.1",
+        8,
+    ),
+    Job(
+        "ea_pipe_throughput",
+        "python -m benchmarks.stages --hosts 2 4 8 --rate 1gbit --stage_ms 100 --rounds 3 "
+        "--methods ea_pipe ea_pipe:replicas=10 pipedream gpipe gpipe:micro_batches=16 1f1b",
+        10,
+    ),
+)
+_BATCH_SIZES = ("ea_pipe_batch_sizes_digits", "ea_pipe_batch_sizes_mnist1d")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The trainings of one job."""
+
+    result: dict[str, Any]
+
+    @property
+    def task(self) -> str:
+        return str(self.result["settings"]["task"])
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return list(self.result["settings"]["batch_sizes"])
+
+    def choice(self, method: str, batch_size: int) -> Choice:
+        """Returns the settings of a method that the validation set chooses."""
+        runs = [run for run in self.result["runs"] if run["method"].partition(":")[0] == method]
+        found = choice_of([run for run in runs if run["batch_size"] == batch_size])
+        if found is None:
+            raise ValueError(f"{method} diverges with all settings.")
+        return found
+
+
+def _grids(records: Sequence[Record]) -> list[Grid]:
+    return [Grid(result) for record in records for result in record.results]
+
+
+def _chosen(records: Sequence[Record]) -> str:
+    """Returns the test error at the settings that the validation set chooses, by batch size."""
+    parts = []
+    for grid in _grids(records):
+        rows = []
+        for method, shown in METHODS.items():
+            choices = [grid.choice(method, size) for size in grid.batch_sizes]
+            rows.append([shown, *(f"{one.outcome.text} ({one.lowest_after:.0f})" for one in choices)])
+        parts.append(table([f"{grid.task}, batches of", *map(str, grid.batch_sizes)], rows))
+    return "\n".join(parts)
+
+
+def _by_rate(records: Sequence[Record]) -> str:
+    """Returns the test error by learning rate."""
+    [grid] = _grids(records)
+    settings = grid.result["settings"]
+    rows = []
+    for method in settings["methods"]:
+        runs = {rate: [] for rate in settings["learning_rates"]}  # type: dict[float, list[dict[str, Any]]]
+        for run in grid.result["runs"]:
+            if run["method"] == method:
+                runs[run["learning_rate"]].append(run)
+        name, _, force = method.partition(":elastic_force=")
+        rows.append(
+            [METHODS[name] + (f", alpha = {force}" if force else ""), *(outcome_of(one).text for one in runs.values())]
+        )
+    return table(
+        [f"{grid.task}, {settings['stages']} stages", *(f"{rate:g}" for rate in settings["learning_rates"])], rows
+    )
+
+
+def _throughput(records: Sequence[Record]) -> str:
+    """Returns ms per mini-batch, and the throughput relative to stages that never wait."""
+    [record] = records
+    names = record.results[0]["settings"]["methods"]
+    rows = []
+    for name in names:
+        cells = []
+        for result in record.results:
+            [run] = result["runs"]
+            seconds = _seconds(run, name)
+            cells.append(f"{1e3 * seconds:.1f} ({run['stage_seconds'] / seconds:.0%})")
+        rows.append([f"`{name}`", *cells])
+    return table(["", *(f"{result['world_size']} stages" for result in record.results)], rows)
+
+
+def _seconds(run: dict[str, Any], name: str) -> float:
+    return median(next(one["seconds"] for one in run["candidates"] if one["name"] == name))
+
+
+def _lower_error(records: Sequence[Record]) -> Finding:
+    parts, lower, count = [], 0, 0
+    for grid in _grids(records):
+        gains = []
+        for size in grid.batch_sizes:
+            ours, theirs = (grid.choice(name, size).outcome.error for name in ("ea_pipe", "pipedream"))
+            if ours is None or theirs is None:
+                raise ValueError(f"{grid.task}: all trainings with batches of {size} diverged.")
+            gains.append(theirs - ours)
+        lower, count = lower + sum(gain > 0 for gain in gains), count + len(gains)
+        parts.append(f"{grid.task}: {span(gains, '.1f')} points below PipeDream, batches of 16 to 128")
+    return Finding("; ".join(parts), "yes" if lower == count else "in part" if lower else "no")
+
+
+def _stable(records: Sequence[Record]) -> Finding:
+    """The largest rate at which a method's error is below 50 % with every seed."""
+    [grid] = _grids(records)
+    largest = {}
+    for method in ("sgd", "pipedream", "ea_pipe:elastic_force=0.5"):
+        rates = []
+        for rate in grid.result["settings"]["learning_rates"]:
+            runs = [r for r in grid.result["runs"] if (r["method"], r["learning_rate"]) == (method, rate)]
+            if all(not run["diverged"] and run["points"][-1]["error"] < 50 for run in runs):
+                rates.append(rate)
+        largest[method.partition(":")[0]] = max(rates, default=0.0)
+    shown = ", ".join(f"{METHODS[name].partition(',')[0]} up to {rate:g}" for name, rate in largest.items())
+    return Finding(f"trains with every seed: {shown}", "yes" if largest["ea_pipe"] >= largest["sgd"] else "in part")
+
+
+def _as_fast(records: Sequence[Record]) -> Finding:
+    [record] = records
+    over = []
+    for result in record.results:
+        [run] = result["runs"]
+        over.append(_seconds(run, "ea_pipe") / _seconds(run, "pipedream"))
+    return Finding(
+        f"a mini-batch takes {span(over)} times as long as PipeDream's", "yes" if max(over) < 1.05 else "in part"
+    )
+
+
+def _earlier(records: Sequence[Record]) -> Finding:
+    """The epochs until the error on the validation set is lowest, since a mini-batch takes as long with both."""
+    parts, over = [], []
+    for grid in _grids(records):
+        ratios = [
+            grid.choice("ea_pipe", size).lowest_after / grid.choice("pipedream", size).lowest_after
+            for size in grid.batch_sizes
+        ]
+        over += ratios
+        parts.append(f"{grid.task}: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+    text = f"times PipeDream's epochs to its lowest error, batches of 16 to 128: {'; '.join(parts)}"
+    earlier = sum(ratio < 1 for ratio in over)
+    return Finding(text, "yes" if earlier == len(over) else "in part" if earlier else "no")
+
+
+EXHIBITS: tuple[Exhibit, ...] = (
+    Table("ea_pipe_batch_sizes", _BATCH_SIZES, _chosen),
+    drawn_by("ea_pipe_batch_sizes", "ea_pipe_batch_sizes_digits", "pipeline_by_rate.png"),
+    Table("ea_pipe_small_batches", ("ea_pipe_small_batches",), _by_rate),
+    drawn_by("ea_pipe_long", "ea_pipe_small_batches", "pipeline_by_rate.png"),
+    Table("ea_pipe_throughput", ("ea_pipe_throughput",), _throughput),
+    drawn_by("ea_pipe_stages", "ea_pipe_throughput", "stages.png"),
+    Claims(
+        "ea_pipe_claims",
+        (
+            Claim(
+                "Tables 1, 4, 8, 9",
+                "level with PipeDream on CIFAR-10 (VGG-16), 2.58 points below it on CIFAR-100 (ResNet-34, 8 GPUs)",
+                _BATCH_SIZES,
+                _lower_error,
+            ),
+            Claim(
+                "Figs. 3, 4",
+                "trains as stably as SGD at high rates, PipeDream does not",
+                ("ea_pipe_small_batches",),
+                _stable,
+            ),
+            Claim("Tables 2, 5", "an epoch takes slightly longer than PipeDream's", ("ea_pipe_throughput",), _as_fast),
+            Claim(
+                "Tables 3, 6",
+                "its lowest error in the least time on CIFAR-100, not on CIFAR-10",
+                _BATCH_SIZES,
+                _earlier,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,74 @@
+"""The lecture on parameter servers and large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import host_speed_report
+from benchmarks.results.exhibit import Exhibit, Picture, Table
+from benchmarks.results.job import Job, Record
+from benchmarks.results.views import named
+from lightning_pipesync.lab.bench.converge import config_of
+from lightning_pipesync.lab.bench.converge_report import by_method, rows_of
+from lightning_pipesync.lab.bench.tables import number, table
+
+_PREDICTED = "delay_compensation=momentum"
+_POLICIES = ("sync", "k_sync,k=3", "k_batch_sync,k=3", "k_async,k=3", "k_batch_async", "async", "n_softsync,n=2", "ssp")
+_METHODS = [
+    "ddp",
+    "local_sgd:period=8",
+    *(f"parameter_server:policy={policy}" for policy in _POLICIES),
+    *(f"parameter_server:policy={policy},{_PREDICTED}" for policy in ("k_batch_async", "async", "n_softsync,n=2")),
+]
+_HOSTS = "python -m benchmarks.converge --hosts 4 --compute 100ms --evaluations 57 --seeds 0 1"
+
+JOBS = (
+    Job("hosts_slow", f"{_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 17),
+    Job("hosts_stalls", f"{_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 22),
+)
+
+
+def _hosts(records: Sequence[Record]) -> str:
+    """Returns what each policy gains on hosts of different speed."""
+    [record] = records
+    [result] = record.results
+    runs, rows = by_method(result), []
+
+    def throughput(method: str) -> float:
+        ends = [run["points"][-1] for run in runs[method]]
+        return sum(end["steps"] / end["seconds"] for end in ends) / len(ends)
+
+    for row in rows_of(result):
+        staleness = [run["staleness"] for run in runs[row.method] if "staleness" in run]
+        rows.append(
+            [
+                named(row.method),
+                number(row.steps, ".0f"),
+                number(row.seconds, ".1f"),
+                number(row.speedup, ".2f"),
+                f"{throughput(row.method) / throughput('ddp'):.2f}",
+                number(host_speed_report.limit_of(result, row.method, config_of(row.method)), ".2f"),
+                number(sum(staleness) / len(staleness) if staleness else None, ".2f"),
+                number(row.best, ".2f"),
+                f"{row.num_reached} of {row.num_seeds}",
+            ]
+        )
+    headings = ["", "steps", "seconds", "speed-up", "throughput", "its limit", "mean staleness", "best", "reached"]
+    return table(headings, rows)
+
+
+EXHIBITS: tuple[Exhibit, ...] = (
+    Table("hosts_slow", ("hosts_slow",), _hosts),
+    Table("hosts_stalls", ("hosts_stalls",), _hosts),
+    *(
+        Picture(
+            f"{job}_errors", (job,), lambda records, path: host_speed_report.draw_errors(records[0].results[0], path)
+        )
+        for job in ("hosts_slow", "hosts_stalls")
+    ),
+    Picture(
+        "hosts_slow_staleness",
+        ("hosts_slow",),
+        lambda records, path: host_speed_report.draw_staleness(records[0].results[0], path),
+    ),
+)

@@ -1,0 +1,103 @@
+"""Local SGD, from FedAvg to Streaming DiLoCo, on a language model; and replicas that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.results.exhibit import Exhibit, Table
+from benchmarks.results.job import Job, Record
+from benchmarks.results.views import training_row, training_table
+from lightning_pipesync.lab.bench.converge_report import rows_of
+from lightning_pipesync.lab.bench.tables import number, table
+
+_OUTER = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum"
+_STREAMED = "compression=int4,fragments=4,overlap_steps=2"
+_METHODS = {
+    "ddp": "DDP",
+    "dear": "DeAR",
+    "pipe_sgd": "Pipe-SGD",
+    "selsync:lssr=0.75,outer_momentum=0.3": "SelSync, lssr=0.75, outer_momentum=0.3",
+    f"local_sgd:period=16,{_OUTER}=0.3": "local SGD, period=16, Nesterov 0.3",
+    f"local_sgd:period=16,{_OUTER}=0.3,{_STREAMED}": "the same, int4, 4 fragments, overlap_steps=2",
+    f"local_sgd:period=40,{_OUTER}=0.5,compression=int4": "local SGD, period=40, Nesterov 0.5, int4",
+}
+_TRAINED = [name for name in _METHODS if name != "dear"]  # which trains as DDP does
+_TOPICS = "pipesync bench converge --hosts 4 --task topics"
+_RATES = (50, 200)
+
+JOBS = (
+    Job(
+        "topics_quality",
+        f"{_TOPICS} --epochs 6 --evaluations 24 --seeds 0 1 2 --methods {' '.join(_TRAINED)}",
+        45,
+    ),
+    *(
+        Job(
+            f"topics_time_{rate}",
+            f"{_TOPICS} --rate {rate}mbit --steps 96 --evaluations 6 --methods alone {' '.join(_METHODS)}",
+            minutes,
+        )
+        for rate, minutes in zip(_RATES, (6, 4), strict=True)
+    ),
+    Job(
+        "replicas_step",
+        "pipesync netlab --hosts 2 --rate 200mbit -- python -m benchmarks.replicas",
+        8,
+    ),
+    Job("replicas_goodput", "python -m benchmarks.goodput --duration_s 150 --heartbeat_timeout_s 2", 10),
+)
+
+
+def _seconds_to_target(records: Sequence[Record]) -> str:
+    """Returns steps and bytes to the target, and steps times the time of a step on a slow network."""
+    quality, *timed = records
+    [result] = quality.results
+    step = {name: [training_row(record, name).step_seconds for record in timed] for name in _METHODS}
+    rows = []
+    for row in rows_of(result):
+        found = [row.steps * seconds for seconds in step[row.method]] if row.steps else [None] * len(timed)
+        rows.append(
+            [
+                _METHODS[row.method],
+                number(row.steps, ".0f"),
+                f"{row.final:.2f}" + ("" if row.final_interval is None else f" ± {row.final_interval:.2f}"),
+                number(row.mib, ".1f"),
+                *(number(value, ".1f") for value in found),
+            ]
+        )
+    return table(["", "steps", "final perplexity", "MiB", *(f"seconds at {rate} Mbit/s" for rate in _RATES)], rows)
+
+
+def _step_times(records: Sequence[Record]) -> str:
+    """Returns the time of a step of each method, also of one that does not communicate."""
+    rows = []
+    for name in ("ddp", *(name for name in _METHODS if name != "ddp")):
+        cells = []
+        for record in records:
+            row, ddp = training_row(record, name), training_row(record, "ddp")
+            cells.append(f"{1e3 * row.step_seconds:.0f} ({ddp.step_seconds / row.step_seconds:.1f})")
+        rows.append([_METHODS[name], *cells])
+    return table(["", *(f"ms per step at {rate} Mbit/s (times DDP)" for rate in _RATES)], rows)
+
+
+def _replicas(records: Sequence[Record]) -> str:
+    [record] = records
+    [result] = record.results
+    rows = []
+    for one in result["candidates"]:
+        milliseconds = sorted(1e3 * seconds for seconds in one["seconds"])
+        middle = milliseconds[len(milliseconds) // 2]
+        rows.append(
+            [one["name"], f"{middle:.1f}", f"{milliseconds[0]:.1f} to {milliseconds[-1]:.1f}", f"{one['mib']:.2f}"]
+        )
+    return table(["2 replicas", "ms a step", "of all rounds", "MiB sent a step"], rows)
+
+
+_TIMES = tuple(f"topics_time_{rate}" for rate in _RATES)
+
+EXHIBITS: tuple[Exhibit, ...] = (
+    Table("topics", ("topics_quality", *_TIMES), _seconds_to_target),
+    Table("topics_steps", _TIMES, _step_times),
+    training_table("topics_quality", ("topics_quality",), ("steps", "best", "better by", "final", "MiB"), _METHODS),
+    Table("replicas_step", ("replicas_step",), _replicas),
+)

@@ -1,0 +1,114 @@
+"""Tables of the benchmarks' results as the docs show them: fewer columns and rows than the reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results.exhibit import Picture, Table
+from benchmarks.results.job import Record
+from lightning_pipesync.core.cost import StepCost
+from lightning_pipesync.lab.bench import converge_report, step_report
+from lightning_pipesync.lab.bench.converge_report import Row as TrainingRow
+from lightning_pipesync.lab.bench.named_settings import readable
+from lightning_pipesync.lab.bench.step_report import Row as StepRow
+from lightning_pipesync.lab.bench.tables import number, table, with_interval
+
+#: A name for a method with its settings, as in ``selsync:delta=0.3,smoothing=0.16``.
+Names = Mapping[str, str]
+
+
+def named(method: str, names: Names | None = None) -> str:
+    """Returns the name that a table has for a method with its settings."""
+    return (names or {}).get(method, f"`{readable(method)}`")
+
+
+#: The columns of a table of trainings, by heading.
+TRAINING_COLUMNS: dict[str, Callable[[TrainingRow], str]] = {
+    "steps": lambda row: number(row.steps, ".0f"),
+    "LSSR": lambda row: number(row.lssr, ".3f"),
+    "best": lambda row: with_interval(row.best, row.best_interval),
+    "better by": lambda row: with_interval(row.difference, row.difference_interval, "+.2f"),
+    "final": lambda row: with_interval(row.final, row.final_interval),
+    "spread": lambda row: number(row.spread, ".1%"),
+    "reached": lambda row: f"{row.num_reached} of {row.num_seeds}",
+    "MiB": lambda row: number(row.mib, ".1f"),
+    "ms a step": lambda row: f"{1e3 * row.step_seconds:.0f}",
+    "seconds": lambda row: number(row.seconds, ".1f"),
+    "speed-up": lambda row: number(row.speedup, ".2f"),
+    "of the limit": lambda row: number(row.share_of_limit, ".0%"),
+}
+
+
+def trainings(records: Sequence[Record], columns: Sequence[str], names: Names | None = None) -> str:
+    """Returns a table of trainings for each task and number of hosts, under a line that says which."""
+    parts = []
+    for record in records:
+        for result in record.results:
+            rows = [
+                [named(row.method, names), *(TRAINING_COLUMNS[column](row) for column in columns)]
+                for row in converge_report.rows_of(result)
+            ]
+            parts += [_of_trainings(result), table(["", *columns], rows)]
+    return "\n".join(parts)
+
+
+def _of_trainings(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    steps = max(point["steps"] for run in result["runs"] for point in run["points"])
+    network = f", {result['rate']}" if result["rate"] else ""
+    sign = "at least" if result["higher_is_better"] else "at most"
+    target = f"the target is a {result['metric']} of {sign} {result['target']:g}"
+    skew = f", {labels} labels on each" if (labels := settings.get("labels_per_worker")) else ""
+    title = f"{settings['task']}, {result['world_size']} workers{skew}{network}"
+    return f"**{title}**: {steps:.0f} steps; {target}.\n"
+
+
+def training_table(name: str, jobs: Sequence[str], columns: Sequence[str], names: Names | None = None) -> Table:
+    """Returns the exhibit of :func:`trainings`."""
+    return Table(name, (*jobs,), lambda records: trainings(records, columns, names))
+
+
+def training_picture(name: str, job: str) -> Picture:
+    """Returns the exhibit of the quality over steps, seconds and bytes."""
+    return Picture(name, (job,), lambda records, path: converge_report.draw(records[0].results, path))
+
+
+def training_row(record: Record, method: str, hosts: int | None = None) -> TrainingRow:
+    """Returns the row of a method, on a number of hosts, or the only one."""
+    [result] = [one for one in record.results if hosts in (None, one["world_size"])]
+    return next(row for row in converge_report.rows_of(result) if row.method == method)
+
+
+def step_row(run: dict[str, Any], name: str) -> StepRow:
+    """Returns the row of this name; of a candidate that was measured with several bucket sizes, the fastest."""
+    rows = step_report.rows_of(run)
+    found = [row for row in rows if row.name == name]
+    found = found or [row for row in rows if re.fullmatch(rf"{re.escape(name)}, [\d.]+ MiB", row.name)]
+    if not found:
+        raise ValueError(f"{name!r} is not among {[row.name for row in rows]}.")
+    return min(found, key=lambda row: row.seconds)
+
+
+def cost_of(run: dict[str, Any]) -> StepCost:
+    """Returns the parts of a step."""
+    return StepCost(**run["cost"])
+
+
+def span(values: Sequence[float], form: str = ".2f") -> str:
+    """Returns the least and the largest of some values."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def drawn_by(name: str, job: str, file: str) -> Picture:
+    """Returns the exhibit of a picture that the job's command itself draws, as ``file``."""
+
+    def draw(records: Sequence[Record], path: Path) -> None:
+        from benchmarks.results.redraw import redraw
+
+        redraw(records[0], file, path)
+
+    return Picture(name, (job,), draw)
