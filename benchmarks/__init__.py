@@ -5,7 +5,7 @@ Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, 
 - ``step``, ``timeline``, ``collectives``, ``converge``: ``pipesync bench`` with the papers' networks and baselines,
   parameter servers, and hosts of different speed
 - ``stages``, ``pipeline``: throughput and accuracy of pipelines
-- ``pipe_bound``: trainings beside the bounds that the papers prove
+- ``pipe_bound``, ``ea_pipe_bound``: trainings beside the bounds that the papers prove
 - ``plan_accuracy``: how far the predictions of ``pipesync plan`` are off
 - ``replicas``, ``goodput``: replicas that come and go, beside torchft's DiLoCo
 - ``codecs``, ``overhead``, ``selsync_overhead``: what parts of a step cost

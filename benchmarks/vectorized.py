@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,11 +74,21 @@ class Dense:
                 error = torch.bmm(error, weight).mul_(given > 0)
 
 
-class Trainings(ABC):
+class Model(Protocol):
+    """What :class:`Trainings` train: many models at once, a row of weights each."""
+
+    def gradient(self, seen: Tensor, used: Tensor, x: Tensor, y: Tensor, out: Tensor) -> None:
+        """Computes the gradient into ``out``; arguments as of :meth:`Dense.gradient`."""
+
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
+class Trainings(ABC, Generic[AnyModel]):
     """Lockstep trainings with the same method.
 
     Args:
-        model: the layers.
+        model: the model, such as the layers.
         initial: the initial weights, ``[trainings, size]``.
         learning_rates: the learning rate of each training, ``[trainings, 1]``; may be changed in place.
         momentum: the momentum of SGD.
@@ -89,7 +99,7 @@ class Trainings(ABC):
     num_at_once = 1
 
     def __init__(
-        self, model: Dense, initial: Tensor, learning_rates: Tensor, momentum: float, weight_decay: float
+        self, model: AnyModel, initial: Tensor, learning_rates: Tensor, momentum: float, weight_decay: float
     ) -> None:
         self.model, self.master, self.learning_rates = model, initial.clone(), learning_rates
         self._momentum, self._weight_decay = momentum, weight_decay
@@ -107,33 +117,33 @@ class Trainings(ABC):
         weights.addcmul_(gradient, self.learning_rates, value=-1)
 
 
-class Elastic(Trainings):
+class Elastic(Trainings[AnyModel]):
     """EA-Pipe, a round at a time, in which each replica uses a mini-batch and is pulled (Algorithm 1).
 
-    There are N replicas; elastic forces alpha and synchronization periods tau have the shape ``[trainings, 1]``.
+    There are N ``replicas``; elastic forces alpha and synchronization periods tau have the shape ``[trainings, 1]``.
     """
 
     def __init__(self, *common: Any, num_replicas: int, elastic_forces: Tensor, sync_periods: Tensor) -> None:
         super().__init__(*common)
         self.num_at_once, self._round = num_replicas, 0
         self._forces, self._periods = elastic_forces, sync_periods
-        self._replicas = self.master.repeat(num_replicas, 1, 1)
-        self._velocity, self._gradient = torch.zeros_like(self._replicas), torch.empty_like(self._replicas)
+        self.replicas = self.master.repeat(num_replicas, 1, 1)
+        self._velocity, self._gradient = torch.zeros_like(self.replicas), torch.empty_like(self.replicas)
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        seen = self._replicas.flatten(0, 1)
+        seen = self.replicas.flatten(0, 1)
         self.model.gradient(seen, seen, x.flatten(0, 1), y.flatten(0, 1), self._gradient.flatten(0, 1))
-        self._update(self._replicas, self._gradient, self._velocity)
+        self._update(self.replicas, self._gradient, self._velocity)
         self._round += 1
         forces = self._forces * (self._round % self._periods == 0)
         if forces.any():
-            for replica in self._replicas:  # in sequence, because each pull moves the master (Eq. 1)
+            for replica in self.replicas:  # in sequence, because each pull moves the master (Eq. 1)
                 force = torch.sub(replica, self.master).mul_(forces)
                 replica.sub_(force)
                 self.master.add_(force)
 
 
-class Delayed(Trainings):
+class Delayed(Trainings[Dense]):
     """One master, of which each stage uses an earlier version, or a prediction from it and the last updates.
 
     Args:
@@ -193,7 +203,7 @@ def trainings_of(
     learning_rates: Tensor,
     momentum: float,
     decay: float,
-) -> Trainings:
+) -> Trainings[Dense]:
     """Returns a training for each of ``configs``, as the arguments of :class:`Trainings` say.
 
     They are settings of the same algorithm, number of replicas and smoothing; ``naive`` with a single stage is SGD.

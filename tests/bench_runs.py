@@ -12,6 +12,7 @@ from lightning_pipesync.cli import main
 #: The classes of the commands in benchmarks/; the others are those of ``pipesync``.
 CLASSES = {
     "converge": "benchmarks.converge:Converge",
+    "ea_pipe_bound": "benchmarks.ea_pipe_bound:EAPipeBound",
     "pipe_bound": "benchmarks.pipe_bound:PipeBound",
     "pipeline": "benchmarks.pipeline:Pipeline",
     "plan_accuracy": "benchmarks.plan_accuracy:Accuracy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.elastic_averaging import error_bound, mixing_matrix, pull_matrix, zeta
+from benchmarks.elastic_averaging import error_bound, largest_rate, mixing_matrix, pull_matrix, zeta
 
 PAIRS = [(n, alpha) for n in (1, 2, 4, 8, 50) for alpha in (0.01, 0.1, 0.3, 0.5, 0.9)]
 
@@ -58,3 +58,45 @@ def test_error_bound_refuses_a_rate_that_is_too_high() -> None:
             num_replicas=4, elastic_force=0.1, period=1, learning_rate=1.0, lipschitz=2.0, variance=1.0,
             initial_gap=1.0,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("growth", "limit"), [(0.0, 0.625), (1.0, 0.5)])
+def test_error_bound_holds_up_to_the_rate_that_the_paper_states(growth: float, limit: float) -> None:
+    """eta_eff L (1 + beta / N) <= 1, with N = 4 and L = 2."""
+    shared = {"num_replicas": 4, "elastic_force": 0.1, "period": 1, "lipschitz": 2.0, "variance_growth": growth}
+    rate = largest_rate(**shared, proved=False)
+    assert rate == pytest.approx(limit)
+    gaps = {"variance": 1.0, "initial_gap": 1.0}
+    assert error_bound(**shared, **gaps, learning_rate=rate) > 0
+    with pytest.raises(ValueError, match=r"L \(1 \+ beta / N\)"):
+        error_bound(**shared, **gaps, learning_rate=1.01 * rate)
+
+
+@pytest.mark.parametrize("growth", [0.0, 3.0])
+@pytest.mark.parametrize("period", [1, 5])
+@pytest.mark.parametrize(("num_replicas", "elastic_force"), PAIRS)
+def test_the_largest_rate_meets_the_condition_of_the_proof(
+    num_replicas: int, elastic_force: float, period: int, growth: float
+) -> None:
+    shared = {"num_replicas": num_replicas, "elastic_force": elastic_force, "period": period, "lipschitz": 2.0}
+    rate = largest_rate(**shared, variance_growth=growth)
+    factor = zeta(mixing_matrix(num_replicas, elastic_force))
+    drift = growth * period / (1 - factor**2) + period**2 / (1 - factor) ** 2
+    effective = num_replicas / (num_replicas + 1) * rate
+    assert effective * 2 * (1 + growth / num_replicas) + 2 * rate**2 * 4 * drift == pytest.approx(1)
+    assert rate < largest_rate(**shared, variance_growth=growth, proved=False)
+
+
+def test_sums_of_the_contraction_in_the_note() -> None:
+    """Over the steps before one, by how many pulls lie between: averaged over a period, and at most."""
+    for factor, period in ((0.3, 1), (0.8, 4), (0.95, 7)):
+        blocks = 600
+        squared, plain = [], []
+        for k in range((blocks - 1) * period, blocks * period):
+            pulls = [k // period - j // period for j in range(k)]
+            squared.append(sum(factor ** (2 * m) for m in pulls))
+            plain.append(sum(factor**m for m in pulls))
+        mean = sum(squared) / period
+        assert mean == pytest.approx(((1 + factor**2) / (1 - factor**2) * period - 1) / 2)
+        assert max(squared) <= period / (1 - factor**2)
+        assert max(plain) <= period / (1 - factor)
