@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *EXACT.items(),
     ("pipe_sgd", {}),
     ("local_sgd", {"period": 3, "warmup_steps": 5}),
+    ("local_sgd", {"period": 2, "neighbors": "random_pairs"}),
     ("selsync", {"delta": 1e9}),
     ("parameter_server", {}),
     ("parameter_server", {"policy": "downpour"}),

@@ -55,6 +55,7 @@ def train(settings: dict[str, Any], group_size: int) -> tuple[list[dict[str, Ten
         {"period": 2, "participation": 0.5},
         {"period": "selsync", "delta": 0.2, "smoothing": 0.5},
         {"period": 3, "lr_scale": "auto"},
+        {"period": 1, "neighbors": "ring", "overlap_steps": 1},
     ],
     ids=str,
 )

@@ -59,6 +59,7 @@ def exchange_all_kinds(
         mean = dtype.is_floating_point
         tensors = [values(numel, dtype, rank), values(numel, dtype, rank).to(device, copy=True)]
         feedback = [ErrorFeedback(tensor, world_size) if with_feedback else None for tensor in tensors]
+        ring = {(rank - 1) % world_size, (rank + 1) % world_size} - {rank}
         for _ in range(3 if with_feedback else 1):
             for one, tensor, residuals in zip((gloo, exchange), tensors, feedback, strict=True):
                 own = one.reduce_scatter(tensor, codec, mean, residuals)()
@@ -68,6 +69,9 @@ def exchange_all_kinds(
                 if codec.lossless:
                     shard_of(tensor, rank, world_size).add_(1)
                     one.all_gather(tensor, codec, None, slice(1, 300))()
+                    if mean:
+                        tensor.add_(rank)
+                        assert one.average_with(tensor, [*ring])() is tensor
         same[name] = is_near(codec_name, *tensors)
         if codec_name == "none" and world_size > 2:  # the backend itself sums, in an order of its own
             ulp = torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 1e-6

@@ -75,6 +75,7 @@ class LocalSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         self,
         period: int | str = 16,
         participation: float = 1.0,
+        neighbors: Literal["all", "ring", "random_pairs"] = "all",
         ranks_per_replica: int = 1,
         lr_scale: float | Literal["auto"] = "auto",
         warmup_steps: int = 0,

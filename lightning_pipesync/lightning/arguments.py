@@ -203,6 +203,9 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
             averaged.
         participation: C of FedAvg: the share of the ranks, or groups, drawn anew in each round, whose weights are
             averaged, in (0, 1]. All ranks continue from that average.
+        neighbors: With whom a rank, or group, averages in a round, and continues from that average (gossip). ``all``:
+            all have the same weights then. ``ring``: the two beside it in a ring (D-PSGD). ``random_pairs``: one other,
+            drawn anew in each round; of an odd number one is left out.
         ranks_per_replica: Number of neighboring ranks that train one replica together, such as those of a host: their
             gradients are averaged in each step. The groups are averaged as single ranks are otherwise. It must divide
             the number of ranks.
@@ -275,6 +278,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         self,
         period: int | str = 16,
         participation: float = 1.0,
+        neighbors: Literal["all", "ring", "random_pairs"] = "all",
         ranks_per_replica: int = 1,
         lr_scale: float | Literal["auto"] = "auto",
         warmup_steps: int = 0,

@@ -77,9 +77,10 @@ METHODS = {
                 {"period": 2, "participation": 0.5, "average_optimizer_states": True},
                 {"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov", "compression": "int8"},
                 {"period": "selsync", "lssr": 0.5, "fragments": 2, "overlap_steps": 1},
+                {"period": 1, "neighbors": "ring", "overlap_steps": 1},
             ),
             wrong=("period", 0),
-            sharded=(0, 1, 2),
+            sharded=(0, 1, 2, 3),
         ),
         Method(
             "pipe_sgd",

@@ -185,9 +185,11 @@ def _draw_local_sgd(random: Random) -> Settings:
                 {"period": "selsync"},
                 {"lr_scale": "auto"},
                 {"average_optimizer_states": True},
+                {"neighbors": "ring", "overlap_steps": 1},
+                {"neighbors": "random_pairs", "period": 2, "fragments": 2},
             ]
         )
-    if "participation" in settings:
+    if settings.keys() & {"participation", "neighbors"}:
         settings["compression"] = "none"
     return settings
 

@@ -79,6 +79,8 @@ TRAININGS: dict[str, list[Training]] = {
         Training("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1}, flushes=False),
         Training("local_sgd", {"period": 2, "warmup_steps": 3}, stream_per_layer=True),
         Training("local_sgd", {"period": 2, "elastic_force": 0.3}),
+        Training("local_sgd", {"neighbors": "ring", "period": 1, "overlap_steps": 1, **SMALL}),
+        Training("local_sgd", {"neighbors": "random_pairs", "period": 2}),
     ],
     "parameter_server": [
         Training("parameter_server", {"policy": "sync"}, "AdamW", clips=True, side_stream=True),
@@ -117,6 +119,7 @@ OF_FOUR = [
     Training("pipe_sgd", {"compression": "int8"}),
     Training("local_sgd", {"ranks_per_replica": 2, "period": 2, **SMALL}),
     Training("local_sgd", {"ranks_per_replica": 2, "period": 2, "overlap_steps": 1, "fragments": 2}),
+    Training("local_sgd", {"neighbors": "ring", "ranks_per_replica": 2, "period": 1}),
 ]
 GLOO = {"backend": "gloo"}
 #: In loops of the conformance suite. Over Gloo, tensors of the device are sent through the host.

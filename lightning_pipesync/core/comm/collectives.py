@@ -141,11 +141,23 @@ class Collectives:
             shard_hook(flat)
         start = self._exchange_of(flat).all_reduce
         handle = self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, shard_hook))
-        if not background or not handle.finishes_early:
-            return handle
-        if self.background is None:
-            self.background = CommQueue("pipesync-background", flat.device, self.traffic)
-        return self.background.submit("all_reduce", lambda: handle)
+        return self._in_background("all_reduce", handle, flat.device) if background else handle
+
+    def average_with(self, flat: Tensor, peers: Sequence[int], *, background: bool = False) -> Handle[Tensor]:
+        """Sets ``flat`` to its mean over this rank and ``peers``, summed in the order of the ranks.
+
+        All ranks call it, also those without peers. A rank's peers have it as theirs.
+
+        Args:
+            flat: floating-point; not to be used until the handle has been waited for.
+            peers: ranks in ``range(world_size)``, without this one. Each gets all of ``flat``.
+            background: as in :meth:`all_reduce`.
+        """
+        self._check(flat, "none", mean=True)
+        self._issue("average_with", flat.nbytes * len(peers))
+        exchange = self._gloo if self._nccl is None or not flat.is_cuda else self._nccl
+        handle = self._launch("average_with", flat, lambda t: exchange.average_with(t, peers))
+        return self._in_background("average_with", handle, flat.device) if background else handle
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat``, of any dtype, to all ranks, in place; counted at ``src``."""
@@ -312,6 +324,14 @@ class Collectives:
 
     def _gather_bytes_in_row(self, torus: Torus, flat: Tensor) -> int:
         return flat[torus.row_slice(flat.numel(), self.rank)].nbytes * (torus.columns - 1)
+
+    def _in_background(self, kind: str, handle: Handle[Tensor], device: torch.device) -> Handle[Tensor]:
+        """Has a thread complete an operation while nobody waits, unless it completes by itself."""
+        if not handle.finishes_early:
+            return handle
+        if self.background is None:
+            self.background = CommQueue("pipesync-background", device, self.traffic)
+        return self.background.submit(kind, lambda: handle)
 
     @property
     def _alone(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,15 @@ NUM_TAGS = 2**29
 
 #: What an all-reduce does in place with a rank's slice of the sum, before it is gathered.
 ShardHook = Callable[[Tensor], object]
+
+
+def mean_in_order(values: Mapping[int, Tensor], flat: Tensor) -> Tensor:
+    """Sets ``flat`` to the mean of ``values``, by rank, which are overwritten: summed in the order of the ranks."""
+    first, *others = sorted(values)
+    total = values[first].to(accumulation_dtype(flat.dtype))
+    for rank in others:
+        total.add_(values[rank])
+    return flat.copy_(total.div_(len(values)))
 
 
 class GlooExchange:
@@ -98,6 +107,21 @@ class GlooExchange:
             return self._start_all_gather(gather_tag, flat, codec, feedback)()
 
         return self._in_order(reduce_and_gather)
+
+    def average_with(self, flat: Tensor, peers: Sequence[int]) -> Callable[[], Tensor]:
+        """Sets ``flat`` to its mean over this rank and ``peers``, which do so, too; returns a function that waits."""
+        received = {peer: self._pool.take(flat.nbytes) for peer in peers}
+        incoming = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
+        messages = self._messages.tagged(self._next_tag())
+        exchange = AllToAllExchange(messages, dict.fromkeys(peers, flat), incoming, window=self._world_size)
+
+        def average() -> Tensor:
+            exchange.finish()  # ``flat`` is sent by then
+            mean_in_order({**incoming, self._rank: flat}, flat)
+            self._pool.give([*received.values()])
+            return flat
+
+        return self._in_order(average)
 
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""

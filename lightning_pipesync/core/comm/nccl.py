@@ -16,7 +16,7 @@ from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.codecs.shards import Shards, shards_of
-from lightning_pipesync.core.comm.gloo import ShardHook
+from lightning_pipesync.core.comm.gloo import ShardHook, mean_in_order
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.room import copy_back, rows_of, with_room
 
@@ -125,6 +125,18 @@ class NcclExchange:
             return self._all_gather(flat, codec, feedback)
 
         return self._enqueue(flat, both, feedback)
+
+    def average_with(self, flat: Tensor, peers: Sequence[int]) -> Callable[[], Tensor]:
+        """See :meth:`GlooExchange.average_with`; a collective call of all ranks, also of those without peers."""
+
+        def average() -> Tensor:
+            order, numel = sorted(peers), flat.numel()
+            sizes = [numel if rank in order else 0 for rank in range(self._world_size)]
+            received = flat.new_empty(len(order), numel)
+            dist.all_to_all_single(received.view(-1), flat.repeat(len(order)), sizes, sizes, group=self._group)
+            return mean_in_order({**dict(zip(order, received, strict=True)), self._rank: flat}, flat)
+
+        return self._enqueue(flat, average)
 
     def broadcast(self, flat: Tensor, src: int) -> Callable[[], Tensor]:
         """Copies rank ``src``'s ``flat`` to all ranks; returns a function that waits for it."""

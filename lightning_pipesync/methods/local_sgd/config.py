@@ -9,9 +9,11 @@ from typing import Literal
 
 from torch.optim import SGD, Adam, Optimizer
 
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
 from lightning_pipesync.methods.replicas.elastic import attracted, force_of
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
+from lightning_pipesync.methods.replicas.neighbors import Neighbors
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, renamed
@@ -41,6 +43,11 @@ class LocalSGDConfig(ReplicaSettings):
     participation: float = 1.0
     """C of FedAvg: the share of the ranks, or groups, drawn anew in each round, whose weights are averaged, in (0, 1].
     All ranks continue from that average."""
+
+    neighbors: Neighbors = "all"
+    """With whom a rank, or group, averages in a round, and continues from that average (gossip). ``all``: all have the
+    same weights then. ``ring``: the two beside it in a ring (D-PSGD). ``random_pairs``: one other, drawn anew in each
+    round; of an odd number one is left out."""
 
     ranks_per_replica: int = 1
     """Number of neighboring ranks that train one replica together, such as those of a host: their gradients are
@@ -161,6 +168,28 @@ class LocalSGDConfig(ReplicaSettings):
                 f"lighthouse={self.lighthouse!r} is for replicas that meet in each round alone, and period='selsync' "
                 "needs all of them at each step: set a period in steps or epochs."
             )
+
+        self._check_neighbors()
+
+    def _check_neighbors(self) -> None:
+        """Raises a ValueError if replicas average with neighbors, and a setting needs the average of all."""
+        if self.neighbors == "all":
+            return
+        excluded = {
+            "outer_optimizer": (self.outer_optimizer, "none", "moves global weights by the average of all replicas"),
+            "participation": (self.participation, 1.0, "leaves replicas out"),
+            "period": (self.period if self.period == BY_GRADIENT else 16, 16, "has all replicas meet at each step"),
+            "average_optimizer_states": (self.average_optimizer_states, False, "averages those of all replicas"),
+            "lighthouse": (self.lighthouse, None, "has all replicas complete a round together, or none"),
+        }
+        if not get_codec(self.compression).lossless:
+            excluded["compression"] = (str(self.compression), "none", "encodes the difference to weights that all have")
+        for name, (value, allowed, why) in excluded.items():
+            if value != allowed:
+                raise ValueError(
+                    f"neighbors={self.neighbors!r} averages with some replicas, and {name}={value!r} {why}: set "
+                    f"{name}={allowed!r}, or neighbors='all'."
+                )
 
     def elastic_force_of(self, num_replicas: int) -> float:
         if self.outer_optimizer != "elastic":

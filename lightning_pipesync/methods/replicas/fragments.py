@@ -66,7 +66,7 @@ class Fragments:
         outer, force = config.outer_step(optimizer, number), config.elastic_force_of(number)
         codec, feedback = config.codec_of_weights
         self.replicas = ReplicatedTensors(
-            self.buckets, transport, codec, feedback, outer, force, keeps_global_weights=config.undoes_averages
+            self.buckets, transport, codec, feedback, outer, force, config.undoes_averages, config.neighbors
         )
         self._pending: dict[int, PendingAverage] = {}
 
@@ -79,6 +79,8 @@ class Fragments:
 
     def start(self, fragment: int, step: int, ranks: Sequence[int] | None) -> None:
         """Starts to average a fragment of ``ranks``, None: all, at the end of a step; without overlap, applies it.
+
+        With neighbors, ``ranks`` are this one and its own.
 
         Raises:
             RuntimeError: other ranks start it after another number of steps; or a peer is lost.

@@ -7,6 +7,7 @@ the same part: each link between groups carries 1 / ranks of a group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,10 +35,17 @@ class ReplicaGroups:
         Waiting for the handle all-gathers each rank's part of the sum in the group, without loss: wait in the order of
         the calls, on all ranks.
         """
-        summed = self._column.all_reduce(self._row.shard(flat), **settings)
+        return self._gathered(flat, self._column.all_reduce(self._row.shard(flat), **settings))
+
+    def average_with(self, flat: Tensor, peers: Sequence[int], **settings: Any) -> Handle[Tensor]:
+        """Sets ``flat`` to its mean over this group and ``peers``; as :meth:`Collectives.average_with`."""
+        return self._gathered(flat, self._column.average_with(self._row.shard(flat), peers, **settings))
+
+    def _gathered(self, flat: Tensor, part: Handle[Tensor]) -> Handle[Tensor]:
+        """Returns a handle that waits for a rank's part of ``flat``, and for those of the other ranks of its group."""
 
         def wait() -> Tensor:
-            summed.wait()
+            part.wait()
             return self._row.all_gather(flat).wait()
 
         return Handle(wait)

@@ -188,7 +188,7 @@ class ReplicaMethod(SyncMethod):
 
     def _average_others(self, index: int) -> None:
         """Averages what no optimizer updates at the end of an optimizer's round."""
-        self._non_trainable.average(self.config.undoes_averages)
+        self._non_trainable.average(self.config.undoes_averages, members=self._units[index].neighborhood)
 
     def synchronize(self) -> None:
         """Waits for the average of the last step, if it runs under the next forward pass; not a collective call.

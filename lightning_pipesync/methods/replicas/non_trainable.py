@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.torch_private import foreach_norm, version
-from lightning_pipesync.methods.replicas.tensors import differing, restore_unwritten, to_cpu
+from lightning_pipesync.methods.replicas.groups import replicas_of
+from lightning_pipesync.methods.replicas.tensors import average_among, differing, restore_unwritten, to_cpu
 
 
 class NonTrainableTensors:
@@ -56,12 +59,14 @@ class NonTrainableTensors:
             tensor.copy_(value)
         self.mark_common()
 
-    def average(self, keep: bool = False, with_parameters: bool = True) -> None:
+    def average(self, keep: bool = False, with_parameters: bool = True, members: Sequence[int] | None = None) -> None:
         """Averages the tensors that some rank has changed; a collective call.
 
         Args:
             keep: whether to keep this rank's values for :meth:`undo_average`, until :meth:`keep_average`.
             with_parameters: False: all ranks have changed the parameters alike.
+            members: this replica and its neighbors, whose values are averaged; None: those of all ranks. With
+                neighbors, what cannot be averaged stays as it is.
         """
         changed, shards = self._changed(), self.transport.shards if self._same_in_replica else None
         anywhere = self.transport.union(changed).wait() if changed else []
@@ -71,13 +76,13 @@ class NonTrainableTensors:
         if keep:
             self._kept = _copies(tensors)
         mean = [tensor for tensor in tensors.values() if can_be_averaged(tensor)]
-        rank_0 = [tensor for tensor in tensors.values() if not can_be_averaged(tensor)]
-        exchange_fused(mean, self._bucket_mb, lambda flat: self.transport.all_reduce(flat, mean=True))
+        rank_0 = [tensor for tensor in tensors.values() if not can_be_averaged(tensor) and members is None]
+        exchange_fused(mean, self._bucket_mb, partial(self._start_average, members=members))
         exchange_fused(rank_0, self._bucket_mb, self.transport.broadcast)
         if shards is not None:
             exchange_fused(_without_shards(mean), self._bucket_mb, lambda flat: shards.all_reduce(flat, mean=True))
             exchange_fused(_without_shards(rank_0), self._bucket_mb, shards.broadcast)
-        if tensors:
+        if tensors and members is None:
             self._record_common()
 
     @torch.no_grad()
@@ -140,6 +145,13 @@ class NonTrainableTensors:
             self._common_buffers[index - len(self._parameters)].copy_(value)
         for index, tensor in self._pick(state["own"]).items():
             tensor.copy_(state["own"][index])
+
+    def _start_average(self, flat: Tensor, members: Sequence[int] | None) -> Handle[Tensor]:
+        if members is None:
+            return self.transport.all_reduce(flat, mean=True)
+        if self.transport.row is not None:  # a group's ranks have buffers of their own
+            self.transport.row.all_reduce(flat, mean=True).wait()
+        return average_among(replicas_of(self.transport), flat, members)
 
     def _changed(self) -> list[bool]:
         parameters = [now != then for now, then in zip(self._marks(), self._common_marks, strict=True)]

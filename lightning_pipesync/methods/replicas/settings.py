@@ -12,6 +12,7 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NUMBER
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
+from lightning_pipesync.methods.replicas.neighbors import Neighbors
 from lightning_pipesync.methods.settings import Settings
 
 
@@ -29,6 +30,7 @@ class ReplicaSettings(Settings):
     mixing_factor: float | Literal["progress"] = "progress"
     fragments: int = 1
     participation: float = 1.0
+    neighbors: Neighbors = "all"
     ranks_per_replica: int = 1
     lr_scale: float | Literal["auto"] = 1.0
     warmup_steps: int = 0

@@ -17,6 +17,7 @@ from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.torch_private import foreach_add_, foreach_copy_, foreach_lerp_
 from lightning_pipesync.methods.replicas.global_weights import GlobalWeights, MakeOptimizer
 from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_of
+from lightning_pipesync.methods.replicas.neighbors import Neighbors
 
 
 class ReplicatedTensors:
@@ -30,6 +31,7 @@ class ReplicatedTensors:
         elastic_force: if not 0, the global values do not replace a rank's, but attract them by this share of their
             distance (EASGD).
         keeps_global_weights: whether the global values are kept, also if the next average does not need them.
+        neighbors: whose values are averaged; if not all, without a codec, and without global values.
 
     Attributes:
         global_weights: what codecs and the outer step start from.
@@ -45,11 +47,12 @@ class ReplicatedTensors:
         outer: MakeOptimizer | None = None,
         elastic_force: float = 0.0,
         keeps_global_weights: bool = False,
+        neighbors: Neighbors = "all",
     ) -> None:
         self.tensors = list(buckets)
         self._transport, self._replicas = transport, replicas_of(transport)
         self._codec = get_codec(codec)
-        self._elastic_force = elastic_force
+        self._elastic_force, self._neighbors = elastic_force, neighbors
         self._kept: list[Bucket] = []  # this rank's values, while the average is swapped in
         self._swapped_in: list[list[Tensor]] = []  # the average, or the global values, while they are
         self.diverged = False
@@ -95,8 +98,13 @@ class ReplicatedTensors:
 
     @torch.no_grad()
     def start(self, index: int, participants: Sequence[int] | None = None, background: bool = False) -> Handle[Tensor]:
-        """Starts to average a bucket over ``participants``, or all replicas; :meth:`finish` ends it; collective."""
+        """Starts to average a bucket over ``participants``, or all replicas; :meth:`finish` ends it; collective.
+
+        They are the same on all ranks, and all get the average, or, with neighbors, this replica and its own.
+        """
         bucket = self._buckets[index]
+        if self._neighbors != "all":
+            return average_among(self._replicas, self.packed(index), participants or (), background)
         self.global_weights.subtract_from(index, self.packed(index))
         if self._elastic_force:
             foreach_add_(self.tensors[index], bucket.views, alpha=-self._elastic_force)
@@ -239,6 +247,14 @@ class ReplicatedTensors:
         self._kept = self._kept or [Bucket(tensors) for tensors in self.tensors]
         for kept, tensors in zip(self._kept, self.tensors, strict=True):
             kept.pack(tensors)
+
+
+def average_among(
+    replicas: Transport | ReplicaGroups, flat: Tensor, members: Sequence[int], background: bool = False
+) -> Handle[Tensor]:
+    """Sets ``flat`` to its mean over ``members``, this replica and its neighbors; a collective call."""
+    peers = [member for member in members if member != replicas.rank]
+    return replicas.average_with(flat, peers, background=background)
 
 
 @torch.no_grad()

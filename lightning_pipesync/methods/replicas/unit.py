@@ -18,6 +18,7 @@ from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.fragments import Fragments
 from lightning_pipesync.methods.replicas.groups import replicas_of
+from lightning_pipesync.methods.replicas.neighbors import neighborhood
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.step_size import StepSize
@@ -46,7 +47,8 @@ class ReplicaUnit:
         self.num_steps = self.num_local_steps = 0
         self._fragments = Fragments(optimizer, parameters, config, transport)
         self.replicas = self._fragments.replicas
-        self._num_replicas = replicas_of(transport).world_size
+        replicas = replicas_of(transport)
+        self._replica, self._num_replicas = replicas.rank, replicas.world_size
         # At least one when ranks are lost; at the beginning, a share that gives none is refused.
         self._num_participants = max(1, number_of_participants(config.participation, self._num_replicas))
         total = transport.sum_over_shards
@@ -60,6 +62,11 @@ class ReplicaUnit:
     def num_rounds(self) -> int:
         """Number of rounds in which each fragment was averaged."""
         return self._num_started // self._config.fragments
+
+    @property
+    def neighborhood(self) -> list[int] | None:
+        """This replica and its neighbors in the last round; None: all replicas."""
+        return None if self._config.neighbors == "all" else self._averaged(self.num_rounds - 1)
 
     @property
     def meets_next(self) -> bool:
@@ -198,7 +205,7 @@ class ReplicaUnit:
         due = self._next_fragments(number)
         self.num_local_steps += not due
         for fragment in due:
-            ranks, self._num_started = self._participants(self.num_rounds), self._num_started + 1
+            ranks, self._num_started = self._averaged(self.num_rounds), self._num_started + 1
             if start is None:
                 self._fragments.start(fragment, step, ranks)
             else:
@@ -247,7 +254,10 @@ class ReplicaUnit:
         following = ((self._num_started + i) % fragments for i in range(number))
         return [fragment for fragment in following if fragment not in self._fragments]
 
-    def _participants(self, round_: int) -> list[int] | None:
+    def _averaged(self, round_: int) -> list[int] | None:
+        """Returns whose weights this rank gets the average of in a round; None: of all."""
+        if self._config.neighbors != "all":
+            return neighborhood(self._config.neighbors, self._replica, self._num_replicas, round_)
         if self._num_participants == self._num_replicas:
             return None
         return participants(self._num_participants, self._num_replicas, round_)
@@ -256,7 +266,8 @@ class ReplicaUnit:
         config = self._config
         if config.average_optimizer_states:
             self._average_states()
-        if not config.overlap_steps and config.fragments == 1 and not config.elastic_force_of(self._num_replicas):
+        whole = not config.overlap_steps and config.fragments == 1 and config.neighbors == "all"
+        if whole and not config.elastic_force_of(self._num_replicas):
             self.replicas.diverged = False
 
     def _average_states(self) -> None:
