@@ -6,6 +6,7 @@ Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, 
   parameter servers, and hosts of different speed
 - ``stages``, ``pipeline``: throughput and accuracy of pipelines
 - ``pipe_bound``, ``ea_pipe_bound``: trainings beside the bounds that the papers prove
+- ``gossip``: how fast replicas that average with neighbors come together
 - ``plan_accuracy``: how far the predictions of ``pipesync plan`` are off
 - ``replicas``, ``goodput``: replicas that come and go, beside torchft's DiLoCo
 - ``codecs``, ``overhead``, ``selsync_overhead``: what parts of a step cost

@@ -13,6 +13,7 @@ from lightning_pipesync.cli import main
 CLASSES = {
     "converge": "benchmarks.converge:Converge",
     "ea_pipe_bound": "benchmarks.ea_pipe_bound:EAPipeBound",
+    "gossip": "benchmarks.gossip:Gossip",
     "pipe_bound": "benchmarks.pipe_bound:PipeBound",
     "pipeline": "benchmarks.pipeline:Pipeline",
     "plan_accuracy": "benchmarks.plan_accuracy:Accuracy",

@@ -72,6 +72,10 @@ class LinkCost:
         messages, share = math.ceil(math.log2(world_size)), (world_size - 1) / world_size
         return 2 * (messages * self.alpha + share * num_bytes * self.beta)
 
+    def average_with(self, num_bytes: float, peers: int) -> float:
+        """Returns the seconds in which a rank averages with ``peers`` others, at once: each gets all of its values."""
+        return self.alpha + peers * num_bytes * self.beta if peers else 0.0
+
     def torus_half(self, num_bytes: float, columns: int, rows: int) -> float:
         """Returns the seconds of a reduce-scatter, or of an all-gather, on a 2-D torus: along rows, then columns."""
         return self.reduce_scatter(num_bytes, columns) + self.reduce_scatter(num_bytes / columns, rows)
