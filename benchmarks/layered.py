@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 #: Residual blocks of :func:`resnet`: with the first and the last layer enough for 50 stages.
@@ -55,6 +56,25 @@ def mlp(inputs: int, width: int = 16, depth: int = 8) -> nn.Sequential:
         nn.init.zeros_(dense.bias)
         layers.append(_Joined(nn.ReLU() if i else nn.Flatten(), dense))
     return nn.Sequential(*layers)
+
+
+def residual_mlp(inputs: int, width: int = 16, num_blocks: int = NUM_BLOCKS) -> nn.Sequential:
+    """Returns a dense layer, residual blocks of one dense layer each, and a dense layer, without normalization.
+
+    The branches are initialized as in He et al., less by the root of their number, so that their sum does not grow.
+    """
+    dense = [nn.Linear(before, after) for before, after in [(inputs, width), *[(width, width)] * num_blocks]]
+    dense.append(nn.Linear(width, _NUM_CLASSES))
+    for layer in dense:
+        nn.init.kaiming_normal_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    first, *blocks, last = dense
+    with torch.no_grad():
+        for block in blocks:
+            block.weight /= num_blocks**0.5
+    return nn.Sequential(
+        _Joined(nn.Flatten(), first), *(Residual(nn.ReLU(), block) for block in blocks), _Joined(nn.ReLU(), last)
+    )
 
 
 def vgg(width: int = 16) -> nn.Sequential:

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import command
 from benchmarks.pipeline_grid import train_at_once
-from benchmarks.pipeline_training import PipelineOptions, train
+from benchmarks.pipeline_training import AT_ONCE, PipelineOptions, train
 from lightning_pipesync.lab.bench.benchmark import progress_bar
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
@@ -39,7 +39,7 @@ class Pipeline(PipelineOptions):
         """
         task, runs = build_task(self.task), []
         grid = list(itertools.product(self.batch_sizes, self.seeds, self.learning_rates, self.methods))
-        if self.model == "mlp":
+        if self.model in AT_ONCE:
             trainings = train_at_once(task, self)
         else:
             trainings = (train(task, method, rate, size, seed, self) for size, seed, rate, method in grid)

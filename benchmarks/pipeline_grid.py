@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.layered import Residual
 from benchmarks.pipeline_training import (
     MODELS,
     Data,
@@ -38,6 +39,7 @@ def train_at_once(task: Task, settings: PipelineOptions) -> Iterator[dict[str, A
     weight stashing, SpecTrain and naive pipelining.
     """
     torch.set_flush_denormal(True)  # the momentum of dead units becomes denormal
+    torch.set_num_threads(1)  # the products are too small for several, which would wait for each other
     for batch_size in settings.batch_sizes:
         for name in dict.fromkeys(_batch_key(method, settings) for method in settings.methods):
             methods = [method for method in settings.methods if _batch_key(method, settings) == name]
@@ -104,7 +106,8 @@ def _dense(model: nn.Sequential, num_stages: int) -> Dense:
     cuts = chain.partition(chain.numbers_of_parameters([layer for _, layer in layers]), num_stages)
     dense = [module for module in model.modules() if isinstance(module, nn.Linear)]  # one per layer
     widths = [dense[0].in_features, *(layer.out_features for layer in dense)]
-    return Dense(widths, [sum(cut <= i for cut in cuts) for i in range(len(dense))])
+    residual = [i for i, layer in enumerate(model) if isinstance(layer, Residual)]
+    return Dense(widths, [sum(cut <= i for cut in cuts) for i in range(len(dense))], residual)
 
 
 def _tensors(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,10 @@ MODELS: dict[str, Callable[[Task], nn.Module]] = {
     "vgg": lambda _: layered.vgg(),
     "cnn": lambda task: task.build_module(),
     "mlp": lambda task: layered.mlp(task.train_set[0][0].numel()),
+    "residual_mlp": lambda task: layered.residual_mlp(task.train_set[0][0].numel()),
 }
+#: Of dense layers alone: many of them train at once.
+AT_ONCE = ("mlp", "residual_mlp")
 #: The parts of a training after which the learning rate is divided by 10: 30, 60 and 90 of the paper's 100 epochs.
 REDUCTIONS = (0.3, 0.6, 0.9)
 #: Methods in which all stages use the same weights for a mini-batch: those of its replica.
@@ -44,8 +47,8 @@ class PipelineOptions(Command):
 
     Attributes:
         task: digits (scikit-learn's) or mnist1d (digits as signals); resnet and vgg are for digits.
-        model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), or mlp (8 dense layers), whose
-            trainings are made many at once, some hundred times as fast.
+        model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), mlp (8 dense
+            layers) or residual_mlp (50), whose trainings are made many at once, some hundred times as fast.
         stages: Number of stages, which is the number of mini-batches in flight.
         methods: sgd (one stage), pipedream, weight_stashing, spectrain, naive or ea_pipe, each with settings if need
             be: NAME:SETTING=VALUE,SETTING=VALUE.

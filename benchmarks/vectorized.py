@@ -8,7 +8,7 @@ N mini-batches with stashed weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,14 +22,15 @@ from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 class Dense:
     """Dense layers with ReLU between, for many models at once; each row has the weights and biases of a model.
 
-    ``widths`` are those of the input and of each layer's output; ``stage_of`` has the stage of each layer.
+    ``widths`` are those of the input and of each layer's output; ``stage_of`` has the stage of each layer. The output
+    of a layer in ``residual`` has the output of the layer before it added, before its ReLU.
     """
 
-    def __init__(self, widths: Sequence[int], stage_of: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[int], stage_of: Sequence[int], residual: Collection[int] = ()) -> None:
         self._shapes = [(outputs, inputs) for inputs, outputs in pairwise(widths)]
         ends = list(accumulate((inputs + 1) * outputs for outputs, inputs in self._shapes))
         self._spans = list(pairwise([0, *ends]))
-        self.size, self.stage_of = ends[-1], list(stage_of)
+        self.size, self.stage_of, self._residual = ends[-1], list(stage_of), frozenset(residual)
 
     def columns(self, stage: int) -> slice:
         """Returns the columns of the weights of a stage."""
@@ -46,12 +47,14 @@ class Dense:
 
     def forward(self, rows: Tensor, x: Tensor) -> list[Tensor]:
         """Returns the inputs of all layers, and the output; ``x`` has the shape ``[models, samples, inputs]``."""
-        values = [x]
+        values, output = [], x
         for layer, (weight, bias) in enumerate(self._views(rows)):
-            if layer:
-                values[-1].relu_()
-            values.append(torch.baddbmm(bias, values[-1], weight.transpose(1, 2)))
-        return values
+            before = output
+            values.append(before if layer == 0 else before.relu() if layer in self._residual else before.relu_())
+            output = torch.baddbmm(bias, values[-1], weight.transpose(1, 2))
+            if layer in self._residual:
+                output += before
+        return [*values, output]
 
     def gradient(self, seen: Tensor, used: Tensor, x: Tensor, y: Tensor, out: Tensor) -> None:
         """Computes the gradient of the mean cross-entropy into ``out``, shaped like ``seen``.
@@ -71,7 +74,8 @@ class Dense:
             weight_gradient.copy_(torch.bmm(error.transpose(1, 2), given))  # faster than writing into part of the rows
             torch.sum(error, dim=1, keepdim=True, out=bias_gradient)
             if layer:
-                error = torch.bmm(error, weight).mul_(given > 0)
+                before = torch.bmm(error, weight).mul_(given > 0)
+                error = before.add_(error) if layer in self._residual else before
 
 
 class Model(Protocol):

@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
 import benchmarks.mnist1d  # noqa: F401 - adds itself to the tasks
+from benchmarks.layered import residual_mlp
 from benchmarks.vectorized import Dense, trainings_of
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig
@@ -71,6 +72,19 @@ def test_each_training_is_the_reference(case: str) -> None:
         reference = parameters_to_vector(expected(settings, momentum, decay, seed, rate))
         assert (reference - start).norm() > 0.01
         torch.testing.assert_close(row, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_the_gradient_of_residual_layers() -> None:
+    model = residual_mlp(inputs=6, width=5, num_blocks=7).double()
+    dense = Dense([6, *[5] * 8, 10], [0] * 9, range(1, 8))
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.tensor([1, 0, 9, 3])
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    rows = parameters_to_vector(model.parameters()).detach().unsqueeze(0)
+    out = torch.empty_like(rows)
+    dense.gradient(rows, rows, x.unsqueeze(0), y.unsqueeze(0), out)
+    gradient = parameters_to_vector([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(out[0], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(dense.forward(rows, x.unsqueeze(0))[-1][0], model(x))
 
 
 def test_mnist1d_is_as_hard_as_published() -> None:
