@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
-from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
+from benchmarks.bucket_search import BucketSearch, Step, first_good
+from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.dear.search import SEARCHES, Trial, fastest
@@ -36,20 +37,6 @@ def chain(widths: list[int]) -> list[NamedParameter]:
     return collect_parameters(model, [])[::-1]
 
 
-def seconds_of_step(parameters: list[NamedParameter], fusion: Fusion, backward: float) -> float:
-    """DeAR's step if computation is spread evenly over the bytes, and communication costs what the model says."""
-    total = sum(map(num_bytes, parameters))
-    buckets = [sum(map(num_bytes, bucket)) for bucket in plan_buckets(parameters, fusion)]
-    ends = torch.tensor(buckets).cumsum(0).tolist()
-    ready = [backward * end / total for end in ends]
-    reduced = end_of_pipeline(ready, [LINK.reduce_scatter(size, WORLD_SIZE) for size in buckets])
-    arrived = moment = 0.0
-    for size in reversed(buckets):  # the bucket that was ready last is needed first
-        arrived += LINK.all_gather(size, WORLD_SIZE)
-        moment = max(moment, arrived) + backward / 2 * size / total
-    return max(backward, reduced) + moment
-
-
 @pytest.mark.parametrize(
     ("widths", "ratio"),
     [([512] * 96, 1.0), ([1024] * 4 + [64] * 400, 0.5), ([256] * 40 + [1800] * 6, 2.0)],
@@ -60,20 +47,20 @@ def test_bayesian_search_finds_what_a_fine_grid_finds(widths: list[int], ratio: 
     parameters = chain(widths)
     total = sum(map(num_bytes, parameters))
     backward = 2 / 3 * LINK.all_reduce(total, WORLD_SIZE) / ratio
+    step = Step(parameters, [num_bytes(one) / total for one in parameters], backward, LINK, WORLD_SIZE)
     largest = min(100.0, total / MIB)
-    fine = [Fusion(largest ** (i / 30), largest ** (i / 30) / 2**j) for i in range(31) for j in range(5)]
-    best = min(seconds_of_step(parameters, fusion, backward) for fusion in fine)
+    best = step.best(largest)
     noise = random.Random(0)
     search = SEARCHES["bo"](Fusion(bucket_mb=25), 1, largest, 20)
     lost = 0.0
     while not search.converged:
         fusion = search.suggest()
-        seconds = seconds_of_step(parameters, fusion, backward)
+        seconds = step.seconds(fusion)
         lost += 10 * (seconds - best)
         search.register(Trial(fusion, seconds * noise.gauss(1, 0.01)))
     assert search.trials[0].fusion == Fusion(bucket_mb=25)
     assert len(search.trials) <= 20
-    assert seconds_of_step(parameters, fastest(search.trials).fusion, backward) < 1.03 * best
+    assert step.seconds(fastest(search.trials).fusion) < 1.03 * best
     assert lost < 0.01 * 1000 * best
 
 
@@ -88,6 +75,21 @@ def test_other_searches_stay_in_their_ranges(kind: str) -> None:
     assert all(2 <= size < 64.01 and size / 16.01 < edge <= size for size, edge in sizes)
     assert max(size for size, _ in sizes) > 32
     assert min(size for size, _ in sizes) < 8
+
+
+def test_searches_of_a_network_are_compared(tmp_path: Path) -> None:
+    benchmark = BucketSearch(models=("resnet50",), trials=10, seeds=(0, 1), noise=0, output=tmp_path)
+    [result] = results = benchmark.results()
+    for run in result["runs"]:
+        assert len(run["steps"]) <= 10
+        assert run["steps"] == sorted(run["steps"], reverse=True)  # without noise the best so far only gets better
+        assert 0.98 * run["best"] < run["steps"][-1] < run["steps"][0]
+        number = first_good(run)
+        assert (number is None) == (run["steps"][-1] > 1.03 * run["best"])
+    drawn = [run["steps"] for run in result["runs"] if run["search"] == "random"]
+    assert drawn[0] != drawn[1]
+    assert "resnet50, grid" in benchmark.write(results)
+    assert (tmp_path / "bucket_search.png").exists()
 
 
 # --- changing it while the training goes on --------------------------------------------------------------------------

@@ -103,6 +103,19 @@ def span(values: Sequence[float], form: str = ".2f") -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def reported(name: str, job: str) -> Table:
+    """Returns the exhibit of the tables that the job's command itself prints."""
+
+    def render(records: Sequence[Record]) -> str:
+        from benchmarks.results.redraw import command_of
+
+        [record] = records
+        text = command_of(record.command).report(record.results)
+        return re.sub(r"^#+ (.*)$", r"**\1**", text, flags=re.MULTILINE)
+
+    return Table(name, (job,), render)
+
+
 def drawn_by(name: str, job: str, file: str) -> Picture:
     """Returns the exhibit of a picture that the job's command itself draws, as ``file``."""
 

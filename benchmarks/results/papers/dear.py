@@ -51,6 +51,7 @@ _COMPARED = " ".join(SYSTEMS)
 _STEP = "python -m benchmarks.step"
 
 JOBS = (
+    Job("dear_search", "python -m benchmarks.bucket_search", 8),
     Job(
         "dear_collectives",
         "pipesync bench collectives --hosts 2 4 8 --rate 1gbit --sizes_mib 0.0625 1 4 16 --rounds 11",

@@ -47,8 +47,8 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 class FusionSearch(ABC):
     """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step."""
 
-    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
-        self._first, self._max_trials = first, max_trials
+    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int, seed: int = 0) -> None:
+        self._first, self._max_trials, self._seed = first, max_trials, seed
         self._sizes = math.log2(smallest_mb), math.log2(largest_mb)
         self.trials: list[Trial] = []
 
@@ -71,8 +71,8 @@ class FusionSearch(ABC):
 class BayesianSearch(FusionSearch):
     """Bayesian optimization with a Gaussian process and expected improvement, over the logarithms of both sizes."""
 
-    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
-        super().__init__(first, smallest_mb, largest_mb, max_trials)
+    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int, seed: int = 0) -> None:
+        super().__init__(first, smallest_mb, largest_mb, max_trials, seed)
         self._optimization: BayesianOptimization | None = None
         self._learned: set[tuple[float, float]] = set()
 
@@ -108,7 +108,7 @@ class BayesianSearch(FusionSearch):
             None,
             {"size": self._sizes, "halvings": (0.0, MAX_HALVINGS)},
             acquisition_function=ExpectedImprovement(xi=XI),
-            random_state=0,
+            random_state=self._seed,
             verbose=0,
         )
         optimization.set_gp_params(alpha=NOISE)
@@ -126,7 +126,7 @@ class RandomSearch(FusionSearch):
     """Sizes drawn evenly from the logarithmic ranges (Fig. 10)."""
 
     def _suggest(self) -> Fusion:
-        draw = random.Random(len(self.trials))
+        draw = random.Random(f"{self._seed}, {len(self.trials)}")
         return _fusion(draw.uniform(*self._sizes), draw.uniform(0.0, MAX_HALVINGS))
 
 
