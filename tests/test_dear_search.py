@@ -84,7 +84,7 @@ def test_searches_of_a_network_are_compared(tmp_path: Path) -> None:
         assert len(run["steps"]) <= 10
         assert run["steps"] == sorted(run["steps"], reverse=True)  # without noise the best so far only gets better
         assert 0.98 * run["best"] < run["steps"][-1] <= run["steps"][0]
-        assert run["search"] == "grid" or run["steps"][-1] < run["steps"][0]  # the grid begins with small sizes
+        assert run["search"] != "bo" or run["steps"][-1] < run["steps"][0]  # the others need more trials
         number = first_good(run)
         assert (number is None) == (run["steps"][-1] > 1.03 * run["best"])
     drawn = [run["steps"] for run in result["runs"] if run["search"] == "random"]
