@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.host_speed import HostSpeeds
-from benchmarks.throughput import Throughput, together_per_second
+from benchmarks.throughput import gradients_per_second, together_per_second
 from lightning_pipesync.lab.bench.converge_report import by_method, curves_of, rows_of, title_of
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import look_of, looks_of, picture
@@ -61,7 +61,7 @@ def limit_of(result: dict[str, Any], method: str, config: Any) -> float | None:
         case "ddp" | "dear":
             return 1.0
         case "parameter_server":
-            found = Throughput(config.policy_for(num_hosts), speeds.of_hosts(num_hosts)).gradients_per_second()
+            found = gradients_per_second(config, speeds.of_hosts(num_hosts))
             return found / together_per_second(speeds.of_hosts(num_hosts))
     return None
 

@@ -18,6 +18,7 @@ CLASSES = {
     "pipeline": "benchmarks.pipeline:Pipeline",
     "plan_accuracy": "benchmarks.plan_accuracy:Accuracy",
     "stages": "benchmarks.stages:Stages",
+    "staleness": "benchmarks.staleness:Staleness",
     "step": "benchmarks.step:Step",
 }
 

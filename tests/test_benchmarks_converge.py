@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks import host_speed_report, passes
 from benchmarks.host_speed import HostSpeeds
 from benchmarks.passes import Passes
-from benchmarks.throughput import Throughput
+from benchmarks.throughput import gradients_per_second
 from lightning_pipesync.lab.bench.converge import config_of, parse_method
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.methods.servers import ParameterServerConfig
@@ -114,21 +114,21 @@ LIMITS: list[tuple[dict[str, Any], float]] = [
     ({"policy": "async"}, 1 / 3.5),
     ({"policy": "n_softsync", "n": 2}, 1 / 3.5),
     ({"policy": "ssp", "staleness_bound": 2}, 2 / 4),
+    ({"policy": "downpour", "n_push": 4, "n_fetch": 2}, 1 / 3.5),
 ]
 
 
 @pytest.mark.parametrize(("settings", "steps"), LIMITS)
 def test_throughput_with_a_slow_host(settings: dict[str, Any], steps: float) -> None:
     """In units of a step at full speed, per gradient."""
-    policy = ParameterServerConfig(**settings).policy_for(4)
-    assert Throughput(policy, SLOW.of_hosts(4)).gradients_per_second(2000) == pytest.approx(1 / (0.1 * steps), rel=0.01)
+    found = gradients_per_second(ParameterServerConfig(**settings), SLOW.of_hosts(4), 2000)
+    assert found == pytest.approx(1 / (0.1 * steps), rel=0.01)
 
 
 def test_throughput_with_stalls() -> None:
     """Asynchronous: hosts divided by the mean of a pass. Synchronous: by the mean of the longest one."""
     asynchronous, together = (
-        Throughput(ParameterServerConfig(policy=policy).policy_for(4), STALLING.of_hosts(4)).gradients_per_second()
-        for policy in ("async", "sync")
+        gradients_per_second(ParameterServerConfig(policy=policy), STALLING.of_hosts(4)) for policy in ("async", "sync")
     )
     assert asynchronous == pytest.approx(4 / 0.15, rel=0.05)
     times = zip(*(STALLING.seconds_of(host, 7) for host in range(4)), strict=True)
