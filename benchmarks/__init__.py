@@ -5,6 +5,7 @@ Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, 
 - ``step``, ``timeline``, ``collectives``, ``converge``: ``pipesync bench`` with the papers' networks and baselines,
   parameter servers, and hosts of different speed
 - ``staleness``: parameter servers with many learners, in simulated time
+- ``large_batches``: accuracy by the size of the global mini-batch
 - ``stages``, ``pipeline``: throughput and accuracy of pipelines
 - ``pipe_bound``, ``ea_pipe_bound``: trainings beside the bounds that the papers prove
 - ``gossip``: how fast replicas that average with neighbors come together

@@ -15,6 +15,7 @@ CLASSES = {
     "ea_pipe_bound": "benchmarks.ea_pipe_bound:EAPipeBound",
     "gossip": "benchmarks.gossip:Gossip",
     "pipe_bound": "benchmarks.pipe_bound:PipeBound",
+    "large_batches": "benchmarks.large_batches:LargeBatches",
     "pipeline": "benchmarks.pipeline:Pipeline",
     "plan_accuracy": "benchmarks.plan_accuracy:Accuracy",
     "stages": "benchmarks.stages:Stages",

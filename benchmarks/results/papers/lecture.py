@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from benchmarks import host_speed_report
+from benchmarks import host_speed_report, large_batches, staleness_report
 from benchmarks.results.exhibit import Exhibit, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import named
+from benchmarks.results.views import drawn_by, named
 from lightning_pipesync.lab.bench.converge import config_of
 from lightning_pipesync.lab.bench.converge_report import by_method, rows_of
 from lightning_pipesync.lab.bench.tables import number, table
@@ -25,7 +26,13 @@ _HOSTS = "python -m benchmarks.converge --hosts 4 --compute 100ms --evaluations 
 JOBS = (
     Job("hosts_slow", f"{_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 17),
     Job("hosts_stalls", f"{_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 22),
+    Job("staleness", "python -m benchmarks.staleness", 4),
+    Job("large_batches_digits", "python -m benchmarks.large_batches --task digits", 10),
+    Job("large_batches_mnist1d", "python -m benchmarks.large_batches --task mnist1d", 4),
 )
+
+
+_LARGE_BATCHES = ("large_batches_digits", "large_batches_mnist1d")
 
 
 def _hosts(records: Sequence[Record]) -> str:
@@ -57,9 +64,25 @@ def _hosts(records: Sequence[Record]) -> str:
     return table(headings, rows)
 
 
+def _one(records: Sequence[Record]) -> dict[str, Any]:
+    """Returns the only result."""
+    [record] = records
+    [result] = record.results
+    return result
+
+
 EXHIBITS: tuple[Exhibit, ...] = (
     Table("hosts_slow", ("hosts_slow",), _hosts),
     Table("hosts_stalls", ("hosts_stalls",), _hosts),
+    Table("staleness_counts", ("staleness",), lambda records: staleness_report.table_of_counts(_one(records))),
+    Table("staleness_errors", ("staleness",), lambda records: staleness_report.table_of_policies(_one(records))),
+    Table("staleness_downpour", ("staleness",), lambda records: staleness_report.table_of_downpour(_one(records))),
+    *(
+        drawn_by(name, "staleness", f"{name}.png")
+        for name in ("staleness_counts", "staleness_errors", "staleness_downpour")
+    ),
+    *(Table(job, (job,), lambda records: large_batches.table_of(_one(records))) for job in _LARGE_BATCHES),
+    *(drawn_by(job, job, "large_batches.png") for job in _LARGE_BATCHES),
     *(
         Picture(
             f"{job}_errors", (job,), lambda records, path: host_speed_report.draw_errors(records[0].results[0], path)
