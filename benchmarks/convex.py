@@ -105,11 +105,14 @@ class LinearModel:
 
 
 def absolute_value() -> LinearModel:
-    """Returns |w - 1/3| for w from -1 to 1: where gradients are late, each crossing of the optimum goes too far."""
+    """Returns |w - 1/pi| for w from -1 to 1: where gradients are late, each crossing of the optimum goes too far.
+
+    No sum of steps is 1/pi, where the gradient would be 0.
+    """
     return LinearModel(
         title="absolute value",
         inputs=torch.ones(1, 1, dtype=torch.float64),
-        targets=torch.tensor([1 / 3], dtype=torch.float64),
+        targets=torch.tensor([1 / math.pi], dtype=torch.float64),
         loss=lambda outputs, targets: (outputs - targets).abs(),
         slope=lambda outputs, targets: (outputs - targets).sign(),
         steepest=1.0,

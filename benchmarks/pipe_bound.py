@@ -32,7 +32,7 @@ class PipeBound(Command):
     """Trains convex problems with gradients that are k steps late: how far it stays below the theory's bounds.
 
     Attributes:
-        problems: absolute (|w - 1/3|) and logistic (regression on digits), which are convex; mean (of a random number)
+        problems: absolute (|w - 1/pi|) and logistic (regression on digits), which are convex; mean (of a random number)
             and logistic-l2, which are strongly convex.
         staleness: Values of k, the number of steps by which a gradient is late.
         steps: T, the number of steps of a training, which gives every smaller T, too.
@@ -41,7 +41,7 @@ class PipeBound(Command):
 
     problems: tuple[str, ...] = tuple(PROBLEMS)
     staleness: tuple[int, ...] = (0, 1, 2, 3)
-    steps: int = 20_000
+    steps: int = 10_000
     trainings: int = 20
 
     name = "pipe_bound"

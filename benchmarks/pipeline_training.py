@@ -202,13 +202,18 @@ def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, i
     return config, stages
 
 
-@torch.no_grad()
 def error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
     """Returns the classification error on a data set, in %."""
+    return 100 - quality_of(task, model, dataset)
+
+
+@torch.no_grad()
+def quality_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
+    """Returns the quality on a data set; uses no random numbers of the training."""
     model.eval()
     score = number = 0.0
-    for batch in DataLoader(dataset, batch_size=200):
+    for batch in DataLoader(dataset, batch_size=200, generator=torch.Generator()):
         batch_score, batch_number = task.score(model, batch)
         score, number = score + batch_score.item(), number + batch_number
     model.train()
-    return 100 - task.quality(score / number)
+    return task.quality(score / number)

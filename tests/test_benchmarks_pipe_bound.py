@@ -27,7 +27,7 @@ def test_a_training_is_the_delayed_recursion(name: str) -> None:
         target = problem.targets[torch.randint(len(problem.targets), (1,), generator=generator)].item()
         w = weights[-1]
         if name == "absolute":
-            values.append(abs(w - 1 / 3))
+            values.append(abs(w - 1 / math.pi))
             gradients.append(math.copysign(1.0, w - target))
         else:
             values.append(((w + 1 / 3) ** 2 + (w - 1) ** 2) / 4 - 2 / 9)
