@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_pipesync.core.comm.torus import Torus
 from tests.harness import raised
 from tests.lightning_models import Classifier, launched_trainer, make_strategy, train_loader, val_loader
 
@@ -37,8 +38,8 @@ class Watch(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         self.samples += batch[0].tolist()
-        torus = trainer.strategy.method.transport._torus
-        self.row = None if torus is None else torus.row_of(trainer.global_rank)
+        torus = trainer.strategy.method.transport.topology
+        self.row = torus.row_of(trainer.global_rank) if isinstance(torus, Torus) else None
 
 
 def fit(name: str, folder: Path) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def objects(transport: Transport) -> None:
 
 SENDING, EVERYWHERE = (Messages, "start_sending"), 1
 FLAT: dict[str, Any] = {}
-TORUS = {"topology": "torus2d"}
+TORUS, TREE = {"topology": "torus2d"}, {"topology": "tree"}
 
 #: What is exchanged, of which transport, where the bit flips, and in a message of how many bytes at least.
 PATTERNS: dict[str, tuple[Callable[[Transport], None], dict[str, Any], tuple[type, str], int]] = {
@@ -165,6 +165,7 @@ PATTERNS: dict[str, tuple[Callable[[Transport], None], dict[str, Any], tuple[typ
     "ring": (in_ring, FLAT, SENDING, ring.MIN_SLICE_BYTES),
     "adding in a ring": (adding_in_ring, FLAT, SENDING, ring.MIN_SLICE_BYTES),
     "torus": (all_to_all, TORUS, SENDING, 16),
+    "tree": (all_to_all, TREE, SENDING, 16),
     "flags": (flags, FLAT, SENDING, EVERYWHERE),
     "broadcast": (broadcast, FLAT, (Messages, "start_broadcast"), 16),
     "tensor": (tensor, FLAT, SENDING, EVERYWHERE),

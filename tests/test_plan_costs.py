@@ -40,7 +40,7 @@ MIB = 2**20
 def exchanges_that_are_measured() -> dict[str, Any]:
     """Returns by codec how the ranks exchange when its all-reduce is measured."""
     with (
-        patch.object(measure, "_all_reduce", lambda transport, _: transport.topology),
+        patch.object(measure, "_all_reduce", lambda transport, _: str(transport.topology)),
         patch.object(measure, "measure_one_by_one", lambda topology, *_: topology),
         patch.object(measure, "measure_in_a_row"),
         patch.object(measure, "measure_backend"),

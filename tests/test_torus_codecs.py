@@ -102,7 +102,7 @@ def topologies(codecs: list[str]) -> list[str]:
     found = []
     for settings in ({"topology": "auto"}, {"topology": "flat"}, {}):
         transport = Transport(timeout_s=30, codec=codecs[dist.get_rank()], **settings)
-        found.append(transport.topology)
+        found.append(str(transport.topology))
         transport.close()
     return found
 

@@ -44,7 +44,7 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         num_layers: int = 4,
         compression: Codec | str = "none",
         error_feedback: bool = True,
-        topology: Literal["auto", "flat", "torus2d"] = "auto",
+        topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
         torus_columns: int | None = None,
         timeout_s: float = 1800.0,
         check_messages: bool = False,

@@ -24,9 +24,9 @@ class DeARStrategyMixin(SyncStrategyMixin):
     Args:
         update: ``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``:
             each rank updates its shard of the weights, and all-gathers weights; for element-wise optimizers (SGD, Adam,
-            AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD). None: ``sharded`` for these where gradients are not
-            gathered under backward, with another ``overlap``, compression or several optimizers; otherwise
-            ``replicated``.
+            AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD); not with ``topology="tree"``. None: ``sharded`` for
+            these where gradients are not gathered under backward, with another ``overlap``, compression or several
+            optimizers; otherwise, and on a tree, ``replicated``.
         elementwise: Classes of further element-wise optimizers, which step on whole buckets, and can be sharded.
         overlap: Where the all-gathers run. ``eager``: averaged gradients are gathered under backward already where the
             network would idle, unless ``update="sharded"``, compressed, or with several optimizers. ``forward``:
@@ -47,9 +47,10 @@ class DeARStrategyMixin(SyncStrategyMixin):
         compression: Codec of both halves: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
-            rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``auto``: with a
-            lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
-            a row for each host; otherwise flat.
+            rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
+            and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
+            broadcast only. ``auto``: with a lossy codec, where each of several hosts has the same number of neighboring
+            ranks, two or more, a torus with a row for each host; otherwise flat.
         torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
             a strategy, the ranks of a host, if there are several.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
@@ -91,7 +92,7 @@ class DeARStrategyMixin(SyncStrategyMixin):
         num_layers: int = 4,
         compression: Codec | str = "none",
         error_feedback: bool = True,
-        topology: Literal["auto", "flat", "torus2d"] = "auto",
+        topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
         torus_columns: int | None = None,
         timeout_s: float = 1800.0,
         check_messages: bool = False,

@@ -7,13 +7,12 @@ alone: the ranks first exchange their flags (:meth:`Collectives.exchange_flags`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.checksum import checksum
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
@@ -22,6 +21,7 @@ from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.messages import end_waits
 from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.topology import Flat, Sent, Topology
 from lightning_pipesync.core.comm.torus import NONE, Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.errors import DamagedMessageError
@@ -51,6 +51,7 @@ class Collectives:
         watch: names the rank at fault when a wait times out.
         waits: watches over this rank's waits here; another watch if the ranks are of several jobs.
         background: the thread of what is under way while nobody waits, if there is one.
+        topology: how the ranks are arranged, which says whose residuals are of which values.
 
     Args:
         rank: this process' rank in the default process group.
@@ -73,7 +74,7 @@ class Collectives:
         self.traffic, self.watch, self.waits = traffic, watch, watch
         self._gloo, self._nccl = gloo, nccl
         self._exchange: GlooExchange | NcclExchange | TorusExchange = nccl or gloo
-        self._torus: Torus | None = None
+        self.topology: Topology = Flat(len(ranks))
         self._kind, self._closed = kind, False
         self.background: CommQueue | None = None
 
@@ -90,7 +91,7 @@ class Collectives:
             feedback: the residuals of this buffer, for error feedback.
 
         Returns:
-            A handle of this rank's slice, of shape ``[ceil(numel / world_size)]``, or less on the last ranks.
+            A handle of this rank's slice: :meth:`shard`.
         """
         codec = self._check(flat, codec, mean)
         self._issue("reduce_scatter", self._contribution_bytes(flat, codec))
@@ -211,7 +212,7 @@ class Collectives:
     @property
     def gathers_parts(self) -> bool:
         """Whether :meth:`all_gather` can fill a part of each shard."""
-        return self._torus is None
+        return self.topology.gathers_parts
 
     def parts(self, flat: Tensor, part: slice) -> list[Tensor]:
         """Returns a slice of every rank's :meth:`shard`, by rank: views."""
@@ -223,9 +224,7 @@ class Collectives:
 
     def shard_slice(self, numel: int, rank: int) -> slice:
         """Returns the slice of a buffer of ``numel`` values that ``rank`` owns."""
-        if self._torus is not None:
-            return self._torus.shard_slice(numel, rank)
-        return shard_slice(numel, rank, self.world_size)
+        return self.topology.shard_slice(numel, rank)
 
     def feedback(self, flat: Tensor, gathered: bool = True) -> ErrorFeedback:
         """Returns new residuals for ``flat``, on the device where it is encoded.
@@ -233,23 +232,19 @@ class Collectives:
         Args:
             gathered: whether it is all-gathered, too, and not only reduce-scattered.
         """
-        return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size, gathered)
-
-    @property
-    def topology(self) -> str:
-        """How the ranks are arranged, which says whose residuals are of which values."""
-        return "flat" if self._torus is None else f"torus2d with rows of {self._torus.columns} ranks"
+        return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.topology.num_shards, gathered)
 
     def own_contribution(self, numel: int) -> slice:
         """Returns the slice of a buffer of ``numel`` values that this rank encodes: on a torus that of its row."""
-        return slice(0, numel) if self._torus is None else self._torus.row_slice(numel, self.rank)
+        return self.topology.encoded_slice(numel, self.rank)
 
     def gather_contribution(self, feedback: ErrorFeedback) -> None:
         """Sets the residual of the contribution to that of all that the ranks of a row encode; a collective call."""
         flat = feedback.contribution
         exchange = self._exchange_of(flat)
-        if self._torus is not None and isinstance(exchange, TorusExchange):
-            self._issue("residuals", self._gather_bytes_in_row(self._torus, flat))
+        if isinstance(self.topology, Torus) and isinstance(exchange, TorusExchange):
+            sent = self.topology.sent_to_gather_in_row(flat.numel(), self.rank)
+            self._issue("residuals", _bytes(sent, NONE, flat.dtype, flat.dtype))
             self._handle("residuals", exchange.gather_in_row(flat)).wait()
 
     def release_memory(self) -> None:
@@ -296,34 +291,16 @@ class Collectives:
         self.traffic.count(self._kind + kind, num_bytes)
 
     def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
-        """Returns the bytes that this rank sends in a reduce-scatter: to each other rank its slice."""
-        if self._torus is None:
-            return self._bytes_of_slices(flat, self.rank, self.world_size, codec)
-        row, column = divmod(self.rank, self._torus.columns)
-        in_column = flat[self._torus.row_slice(flat.numel(), self.rank)]
-        return self._bytes_of_slices(flat, column, self._torus.columns, NONE) + self._bytes_of_slices(
-            in_column, row, self._torus.rows, codec
-        )
-
-    def _bytes_of_slices(self, flat: Tensor, rank: int, world_size: int, codec: Codec) -> int:
-        numel = flat.numel()
-        slices = (shard_slice(numel, other, world_size) for other in range(world_size) if other != rank)
-        wide = codec.lossless and flat.is_cuda and self._nccl is not None and self._nccl.sums_wide
+        """Returns the bytes that this rank sends in a reduce-scatter."""
+        wide = self.topology.sends_sums or (flat.is_cuda and self._nccl is not None and self._nccl.sums_wide)
         dtype = accumulation_dtype(flat.dtype) if wide else flat.dtype
-        return sum(codec.wire_bytes(each.stop - each.start, dtype) for each in slices)
+        return _bytes(self.topology.sent_to_reduce(flat.numel(), self.rank), codec, flat.dtype, dtype)
 
     def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None) -> int:
-        own = self.shard_slice(flat.numel(), self.rank)
-        numel = own.stop - own.start
+        sent = self.topology.sent_to_gather(flat.numel(), self.rank)
         if part is not None:
-            numel = len(range(*part.indices(numel)))
-        own_bytes = codec.wire_bytes(numel, flat.dtype)
-        if self._torus is None:
-            return own_bytes * (self.world_size - 1)
-        return own_bytes * (self._torus.rows - 1) + self._gather_bytes_in_row(self._torus, flat)
-
-    def _gather_bytes_in_row(self, torus: Torus, flat: Tensor) -> int:
-        return flat[torus.row_slice(flat.numel(), self.rank)].nbytes * (torus.columns - 1)
+            sent = [(len(range(*part.indices(numel))), encoded) for numel, encoded in sent]
+        return _bytes(sent, codec, flat.dtype, flat.dtype)
 
     def _in_background(self, kind: str, handle: Handle[Tensor], device: torch.device) -> Handle[Tensor]:
         """Has a thread complete an operation while nobody waits, unless it completes by itself."""
@@ -371,3 +348,9 @@ class Collectives:
                 return wait()
 
         return Handle(counted, finishes_early)
+
+
+def _bytes(sent: Iterable[Sent], codec: Codec, dtype: torch.dtype, unencoded: torch.dtype) -> int:
+    """Returns the bytes of messages of values of ``dtype``, which have that of ``unencoded`` without a lossy codec."""
+    codecs = ((numel, codec if encoded else NONE) for numel, encoded in sent)
+    return sum(each.wire_bytes(numel, unencoded if each.lossless else dtype) for numel, each in codecs)

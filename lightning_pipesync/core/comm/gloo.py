@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,16 @@ def mean_in_order(values: Mapping[int, Tensor], flat: Tensor) -> Tensor:
     for rank in others:
         total.add_(values[rank])
     return flat.copy_(total.div_(len(values)))
+
+
+class Arriving(Protocol):
+    """Slices under way, one of each rank."""
+
+    def wait_for(self, owner: int, /) -> None:
+        """Blocks until the slice of a rank has arrived."""
+
+    def finish(self) -> None:
+        """Blocks until all slices are received and sent."""
 
 
 class GlooExchange:
@@ -255,7 +266,7 @@ class GlooExchange:
 
         return gather_and_decode
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
+    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Arriving:
         if ring_is_faster(slices[0].nbytes, self._world_size):
             return RingExchange(self._messages.tagged(tag), slices, first=self._rank)
         own = slices[self._rank]

@@ -11,13 +11,14 @@ from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.topology import Flat, Sent, Topology
 from lightning_pipesync.core.feedback import ErrorFeedback
 
 #: Rows send values as they are: only what crosses the rows is encoded, once.
 NONE = get_codec("none")
 
 
-class Torus:
+class Torus(Topology):
     """The grid of ranks, row by row: ranks 0, 1, ... are the first row.
 
     Args:
@@ -28,7 +29,10 @@ class Torus:
         ValueError: the number of ranks is not a multiple of ``columns``, or has no divisor.
     """
 
+    gathers_parts = False
+
     def __init__(self, world_size: int, columns: int | None) -> None:
+        super().__init__(world_size)
         divisors = [size for size in range(2, world_size) if world_size % size == 0]
         if columns is None and divisors:
             columns = min(divisors, key=lambda size: (abs(math.log(size * size / world_size)), -size))
@@ -39,6 +43,9 @@ class Torus:
                 f"topology='torus2d'{asked} cannot divide {world_size} ranks into rows and columns: {possible}."
             )
         self.columns, self.rows = columns, world_size // columns
+
+    def __str__(self) -> str:
+        return f"torus2d with rows of {self.columns} ranks"
 
     @classmethod
     def of(cls, world_size: int) -> Torus | None:
@@ -77,6 +84,25 @@ class Torus:
         outer = self.row_slice(numel, rank)
         inner = shard_slice(outer.stop - outer.start, rank // self.columns, self.rows)
         return slice(outer.start + inner.start, outer.start + inner.stop)
+
+    def encoded_slice(self, numel: int, rank: int) -> slice:
+        return self.row_slice(numel, rank)
+
+    def sent_to_reduce(self, numel: int, rank: int) -> list[Sent]:
+        row, column = divmod(rank, self.columns)
+        in_row = [(size, False) for size, _ in Flat(self.columns).sent_to_reduce(numel, column)]
+        return in_row + Flat(self.rows).sent_to_reduce(self._numel_of_row(numel, rank), row)
+
+    def sent_to_gather(self, numel: int, rank: int) -> list[Sent]:
+        row, size = rank // self.columns, self._numel_of_row(numel, rank)
+        return Flat(self.rows).sent_to_gather(size, row) + self.sent_to_gather_in_row(numel, rank)
+
+    def sent_to_gather_in_row(self, numel: int, rank: int) -> list[Sent]:
+        return [(self._numel_of_row(numel, rank), False)] * (self.columns - 1)
+
+    def _numel_of_row(self, numel: int, rank: int) -> int:
+        row = self.row_slice(numel, rank)
+        return row.stop - row.start
 
 
 class TorusExchange:

@@ -22,8 +22,10 @@ from lightning_pipesync.core.comm.mail import Mail
 from lightning_pipesync.core.comm.messages import CheckedMessages, Messages
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.objects import Objects
+from lightning_pipesync.core.comm.topology import Flat
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.comm.tree import DoubleTree, TreeExchange
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import meet
 from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
@@ -51,7 +53,8 @@ class Transport(Collectives):
         topology: ``"flat"``: every rank exchanges with every other. ``"torus2d"``: along rows, then along columns,
             which alone use the codec. ``"auto"``: with a lossy codec, where each of several hosts has the same number
             of neighboring ranks, two or more, as ``"torus2d"`` with a row for each host; otherwise as ``"flat"``.
-            ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
+            ``"tree"``: reduce and broadcast on two binary trees, over Gloo, see :mod:`.tree`; the broadcast alone uses
+            the codec. ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
         torus_columns: neighboring ranks in a row; None: as square as possible.
         codec: what tensors will be exchanged with, for ``"auto"``.
         replicas: the dimension of a device mesh along which the model is replicated, or its ranks: they hold the same
@@ -132,6 +135,7 @@ class Transport(Collectives):
             self.background.close(CLOSE_S)
             self.background = None
         self.rank, self.world_size, self.ranks = line.rank, line.size, range(line.size)
+        self.topology = Flat(line.size)
         self._objects = Objects(line.group, line.watch, self.traffic)
         kind = self._kind_of_messages
         self._gloo, self._messages = GlooExchange(line.group, line.watch, kind), kind(line.group, 0, line.watch)
@@ -272,10 +276,19 @@ class Transport(Collectives):
         wanted, lossy_everywhere = zip(*self.gather_objects(((topology, columns), lossy)), strict=True)
         if len(set(wanted)) > 1:
             raise ValueError(f"The ranks differ in (topology, torus_columns): {[*wanted]}.")
+        if topology == "tree" and self.backend == "nccl":
+            raise ValueError(
+                f"topology='tree' sends messages over Gloo, and tensors on {self.device} are exchanged over NCCL, "
+                "which has no reduce and broadcast on trees: set topology='flat' or 'torus2d'."
+            )
         if self.backend == "nccl":
             group = self._groups.dividing("nccl", self._groups.lines)
             self._nccl = self._exchange = NcclExchange(group, self.device, self._groups.share_a_host(self.ranks))
         if topology == "flat" or (topology == "auto" and not all(lossy_everywhere)):
+            return
+        if topology == "tree":
+            self.topology = tree = DoubleTree(self.world_size)
+            self._gloo = self._exchange = TreeExchange(tree, self._control, self.watch, self._kind_of_messages)
             return
         if len(self.ranks) < dist.get_world_size():
             if topology == "auto":
@@ -287,7 +300,7 @@ class Transport(Collectives):
             self.column = self._collectives_within(grid.column_of, "")
         elif grid is not None:
             row, column = self._exchange_within(grid.row_of), self._exchange_within(grid.column_of)
-            self._torus, self._exchange = grid, TorusExchange(grid, self.rank, row, column)
+            self.topology, self._exchange = grid, TorusExchange(grid, self.rank, row, column)
 
     def _collectives_of_shards(self) -> Collectives:
         groups, own = self._groups, dist.get_rank()

@@ -245,7 +245,7 @@ class FusedBucket(GradientBucket):
 
     @property
     def _largest_shard(self) -> int:
-        return shard_numel(self.gradients.flat.numel(), self._collectives.world_size)
+        return shard_numel(self.gradients.flat.numel(), self._collectives.topology.num_shards)
 
     @property
     def _all_early(self) -> bool:

@@ -16,7 +16,7 @@ from lightning_pipesync.methods.settings import Settings, renamed
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
-Topology = Literal["auto", "flat", "torus2d"]
+Topology = Literal["auto", "flat", "torus2d", "tree"]
 FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
 
@@ -33,8 +33,9 @@ class DeARConfig(Settings):
     update: Update | None = None
     """``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``: each rank
     updates its shard of the weights, and all-gathers weights; for element-wise optimizers (SGD, Adam, AdamW, RMSprop,
-    Adagrad, NAdam, RAdam, Adamax, ASGD). None: ``sharded`` for these where gradients are not gathered under backward,
-    with another ``overlap``, compression or several optimizers; otherwise ``replicated``."""
+    Adagrad, NAdam, RAdam, Adamax, ASGD); not with ``topology="tree"``. None: ``sharded`` for these where gradients are
+    not gathered under backward, with another ``overlap``, compression or several optimizers; otherwise, and on a tree,
+    ``replicated``."""
 
     elementwise: OptimizerClasses = ()
     """Classes of further element-wise optimizers, which step on whole buckets, and can be sharded."""
@@ -81,9 +82,10 @@ class DeARConfig(Settings):
 
     topology: Topology = "auto"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; the codec is used across rows only. ``auto``: with a lossy codec,
-    where each of several hosts has the same number of neighboring ranks, two or more, a torus with a row for each host;
-    otherwise flat."""
+    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
+    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
+    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
+    a row for each host; otherwise flat."""
 
     torus_columns: int | None = None
     """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
@@ -108,11 +110,16 @@ class DeARConfig(Settings):
             raise ValueError(
                 f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
             )
+        if self.topology == "tree" and self.update == "sharded":
+            raise ValueError(
+                "update='sharded' needs a shard on every rank, and topology='tree' sums each bucket on two ranks, its "
+                "roots: set update='replicated' or None, or topology='flat' or 'torus2d'."
+            )
 
     @property
     def usual_update(self) -> Update:
         """How an element-wise optimizer updates the weights."""
-        return self.update or ("replicated" if self.gathers_early else "sharded")
+        return self.update or ("replicated" if self.gathers_early or self.topology == "tree" else "sharded")
 
     @property
     def gathers_early(self) -> bool:

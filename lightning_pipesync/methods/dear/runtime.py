@@ -372,7 +372,7 @@ class DeAR(SyncMethod):
             "compression": str(self.config.compression),
             "error_feedback": with_residuals,
             "world_size": self.transport.world_size,
-            **({"topology": self.transport.topology} if with_residuals else {}),
+            **({"topology": str(self.transport.topology)} if with_residuals else {}),
         }
 
     def _problem_of_shards(self) -> ValueError | None:

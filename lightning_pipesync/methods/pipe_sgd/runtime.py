@@ -236,7 +236,7 @@ class PipeSGD(SyncMethod):
         }
         if config.uses_error_feedback:
             names = ("bucket_mb", "pipeline_level", "segments")
-            settings |= {"compression": str(config.compression), "topology": self.transport.topology}
+            settings |= {"compression": str(config.compression), "topology": str(self.transport.topology)}
             settings |= {name: getattr(config, name) for name in names}
         return settings
 
