@@ -18,6 +18,17 @@ def test_collectives() -> None:
     assert link.all_reduce(4e6, 1) == 0.0
 
 
+def test_trees() -> None:
+    """8 ranks, 1 ms a message, 8 ns a byte, 4 MB: 3 messages follow each other, and 4 MB pass a link in each half."""
+    link = LinkCost(alpha=1e-3, beta=8e-9)
+    assert link.tree_half(4e6, 8) == pytest.approx(3e-3 + 32e-3)
+    assert link.tree_half(4e6, 5) == link.tree_half(4e6, 8)
+    assert link.double_tree(4e6, 8) == pytest.approx(70e-3)
+    assert link.tree_half(4e6, 8, pieces=16) == pytest.approx(3e-3 + 18 / 16 * 32e-3), "two pieces pass before the last"
+    assert link.tree_half(4e6, 8, pieces=1) == pytest.approx(3 * (1e-3 + 32e-3)), "stored and forwarded as a whole"
+    assert link.tree_half(4e6, 1) == link.double_tree(4e6, 1) == 0.0
+
+
 def test_parameter_servers() -> None:
     """4 ranks, 1 ms a message, 8 ns a byte, 4 MB. A central server gets three messages of 4 MB and sends as many; two
     get and send three of 2 MB each; four get and send three of 1 MB each, the bytes of a ring with fewer latencies."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
@@ -54,11 +54,11 @@ WORK = Work(PROFILE)
 
 
 def cluster(bandwidth: float, world_size: int = 4, **errors: float) -> Cluster:
-    link = LinkCost(1e-4, 1 / bandwidth, **errors)
+    link, backend = LinkCost(1e-4, 1 / bandwidth, **errors), BackendCost(1e-4, 1 / bandwidth, **errors, ring_up_to=16)
     int8 = LinkCost(1e-4, 0.25 / bandwidth + 1e-10)
     by_codec = {"none": link, "int8": int8}
     exchanges = {"averages": by_codec, "push and pull": {"none": link}}
-    return Cluster(world_size, bandwidth, link, link, by_codec, exchanges)
+    return Cluster(world_size, bandwidth, backend, link, by_codec, exchanges)
 
 
 def by_method(found: Any) -> dict[str, Any]:
@@ -379,3 +379,10 @@ def test_plans_under_torchrun_and_reads_the_plan_again(
     assert "(extrapolated; nothing was run)" in said[:120]
     assert "on 64 hosts with 25 Gbit/s each" in said
     assert "Extrapolated from 2 hosts" in said
+    assert "DDP's all-reduce is a " in said
+    words = ["--from", str(tmp_path / "plan.json"), "--ddp_all_reduce", "ring"]
+    assert main(["plan", *words, "--hosts", "4096"]) == 0
+    assert "DDP's all-reduce is a ring, as asked for." in " ".join(capsys.readouterr().out.split())
+    for measured in (words, [*words, "--hosts", "2"], words[2:]):
+        assert main(["plan", *measured]) == 2
+        assert "ddp_all_reduce='ring' is for another number of hosts than was measured" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipesync.core.cluster import Cluster, MeasuredCost
+from lightning_pipesync.core.cluster import BackendCost, Cluster, MeasuredCost
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
@@ -156,7 +156,7 @@ LAYERED = Work(PROFILE, {"ea_pipe": MethodWork(layers=[LayerWork(0.01, 1, 1)] * 
 
 def free_cluster(world_size: int = 2, bandwidth: float = 1e9) -> Cluster:
     link = LinkCost(0.0, 0.0)
-    return Cluster(world_size, bandwidth, link, link, {"none": link})
+    return Cluster(world_size, bandwidth, BackendCost(0.0, 0.0), link, {"none": link})
 
 
 def added_to(num_layers: int) -> dict[str, float]:

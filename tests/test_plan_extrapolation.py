@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.networks import inceptionv4
-from lightning_pipesync.core.cluster import Cluster
+from benchmarks.networks import densenet201, inceptionv4
+from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import MethodWork, Profile, Work
@@ -25,9 +25,15 @@ from tests.test_plan import MIB, PROFILE, WORK, cluster
 # --- DeAR, Table II ---------------------------------------------------------------------------------------------------
 
 WORLD_SIZE, BANDWIDTH = 64, 10e9 / 8
-#: By network the largest possible and the measured speed-up on 64 GPUs with 10 GbE. DenseNet-201's largest is 64, from
-#: which its computation does not follow.
-TABLE_II = [(resnet50, 61.6, 61.1), (inceptionv4, 59.8, 56.5), (bert_base, 25.5, 23.9), (bert_large, 12.1, 11.8)]
+#: By network, on 64 GPUs with 10 GbE: the largest possible speed-up, that of the simulation, and the measured one. From
+#: DenseNet-201's largest, 64, its computation does not follow: this is the shortest with which all is hidden.
+TABLE_II = [
+    (resnet50, 61.6, 61.5, 61.1),
+    (densenet201, 63.999, 63.9, 52.8),
+    (inceptionv4, 59.8, 59.2, 56.5),
+    (bert_base, 25.5, 23.3, 23.9),
+    (bert_large, 12.1, 11.9, 11.8),
+]
 #: A ring with that bandwidth, and no latency: the text has none.
 LINK = LinkCost(0.0, WORLD_SIZE / (WORLD_SIZE - 1) / BANDWIDTH)
 
@@ -53,17 +59,21 @@ def profile_of(table: ModelTable, seconds: float) -> Profile:
     return Profile(seconds / 3, 2 * seconds / 3, 0.0, sorted(tensors, key=lambda tensor: tensor.ready))
 
 
-@pytest.mark.parametrize(("table", "largest", "measured"), TABLE_II)
-def test_64_hosts_gain_what_the_paper_has_measured(table: Any, largest: float, measured: float) -> None:
-    """Within 15 %, from Table I, the bandwidth and the computation alone; within 7 % in fact."""
+@pytest.mark.parametrize(("table", "largest", "simulated", "measured"), TABLE_II)
+def test_64_hosts_gain_what_their_bandwidth_allows(
+    table: Any, largest: float, simulated: float, measured: float
+) -> None:
+    """From Table I, the bandwidth and the computation alone; DenseNet-201 lost 17 % more to what these do not tell."""
     network = table()
     seconds = computation(network, largest)
     by_codec = {"none": LINK}
-    profile, at = profile_of(network, seconds), Cluster(WORLD_SIZE, BANDWIDTH, LINK, LINK, by_codec)
+    backend = BackendCost(LINK.alpha, LINK.beta, algorithm="ring")
+    profile, at = profile_of(network, seconds), Cluster(WORLD_SIZE, BANDWIDTH, backend, LINK, by_codec)
     step = min(step_seconds(profile, at, size, eager=False) for size in Work(profile).bucket_sizes())
     speedup = WORLD_SIZE * seconds / step
-    assert speedup == pytest.approx(measured, rel=0.15)
+    assert speedup == pytest.approx(simulated, abs=0.05)
     assert speedup <= largest * 1.001
+    assert speedup == pytest.approx(measured, rel=0.05 if table is not densenet201 else 0.22)
 
 
 # --- more hosts -------------------------------------------------------------------------------------------------------

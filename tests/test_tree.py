@@ -110,10 +110,10 @@ def test_sums_are_those_of_the_reference(world_size: int, dtype: torch.dtype) ->
 
 
 def test_pieces_of_their_usual_size() -> None:
-    """A large half travels in 16 pieces, or of a MiB each, and a small one whole."""
-    assert [len(tree.in_pieces(torch.zeros(numel))) for numel in (0, 1, 2**14, 2**14 + 1, 2**20, 2**23)] == [
-        *(0, 1, 1, 2, 16, 32)
-    ]
+    """A large half travels in 16 pieces, or 4 for each level, or of a MiB each, and a small one whole."""
+    numbers = [len(tree.in_pieces(torch.zeros(numel), 4)) for numel in (0, 1, 2**14, 2**14 + 1, 2**20, 2**23)]
+    assert numbers == [0, 1, 1, 2, 16, 32]
+    assert len(tree.in_pieces(torch.zeros(2**20), 4096)) == 48
     sums = halves_of_sum([values(2**20, rank) for rank in range(3)])
     for total in on_threads(3, lambda one, rank: one.all_reduce(values(2**20, rank), get_codec("none"), False, None)()):
         assert torch.equal(total, torch.cat(sums))

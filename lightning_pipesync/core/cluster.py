@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -48,23 +48,46 @@ class MeasuredCost(LinkCost):
         return seconds * float(np.interp(math.log(max(1.0, num_bytes)), np.log(sizes), factors))
 
 
+#: Of an all-reduce; ``auto``: the one that the backend chooses.
+Algorithm = Literal["auto", "ring", "tree"]
+
+
 @dataclass(frozen=True)
 class BackendCost(MeasuredCost):
-    """The cost of the backend's own all-reduce, which among other numbers of ranks takes its fastest algorithm.
+    """The cost of the backend's own all-reduce, which among other numbers of ranks takes the algorithm that it chooses.
 
-    NCCL chooses between rings and double binary trees. Torch's Gloo always takes a ring (gloo/allreduce.cc).
-    But no method is to gain by a poor all-reduce of DDP, which a flat ring is on thousands of hosts: among more than
-    ``ring_up_to`` ranks the all-reduce is expected to be a logarithmic one with Gloo, too.
+    By size and number of ranks NCCL chooses between rings and double binary trees, unless ``NCCL_ALGO`` is set. Torch's
+    Gloo always takes a ring (gloo/allreduce.cc). But no method is to gain by a poor all-reduce of DDP, which a flat
+    ring is on thousands of hosts: who trains there takes NCCL, or could. So among more than ``ring_up_to`` ranks
+    ``auto`` is the faster of both with Gloo, too.
     """
 
     ring_up_to: int = 0
+    algorithm: Algorithm = "auto"
 
     def all_reduce(self, num_bytes: float, world_size: int) -> float:
-        """Returns the seconds of an all-reduce: as measured, or of the faster algorithm."""
-        ring = super().all_reduce(num_bytes, world_size)
-        if world_size == self.world_size or world_size <= self.ring_up_to:
-            return ring
-        return min(ring, self.halving_doubling(num_bytes, world_size))
+        """Returns the seconds of an all-reduce: as measured, or of the algorithm that :meth:`chosen` names."""
+        if self.chosen(num_bytes, world_size) == "tree":
+            return self.double_tree(num_bytes, world_size)
+        return super().all_reduce(num_bytes, world_size)
+
+    def chosen(self, num_bytes: float, world_size: int) -> Literal["measured", "ring", "tree"]:
+        """Returns the algorithm; ``"measured"``: that which the backend has chosen, of which the time is known."""
+        if world_size == self.world_size:
+            return "measured"
+        if self.algorithm != "auto":
+            return self.algorithm
+        tree_is_faster = self.double_tree(num_bytes, world_size) < super().all_reduce(num_bytes, world_size)
+        return "tree" if world_size > self.ring_up_to and tree_is_faster else "ring"
+
+
+L = TypeVar("L", bound=LinkCost)
+
+
+class Change(Protocol):
+    """Returns another cost in place of one, of the same kind, given its codec, too."""
+
+    def __call__(self, link: L, codec: str, /) -> L: ...
 
 
 @dataclass(frozen=True)
@@ -76,13 +99,16 @@ class Cluster:
 
     world_size: int  # the number of hosts
     bandwidth: float  # bytes per second that a rank can send while it receives as many, by plain TCP
-    backend: LinkCost  # of the backend's own all-reduce, which DDP uses
+    backend: BackendCost  # of the backend's own all-reduce, which DDP uses
     halves: LinkCost  # of this package's reduce-scatters and all-gathers, several in a row
     #: Of this package's all-reduce of fp32, by codec, with encoding and decoding; beta is by bytes before encoding.
     all_reduces: Mapping[str, LinkCost]
     #: Of what methods have asked to be measured, by its name and codec, with beta as above.
     exchanges: Mapping[str, Mapping[str, LinkCost]] = field(default_factory=dict)
     torus: LinkCost | None = None  # of the two halves on a torus; None: the ranks are too few, or it is not known
+    tree: LinkCost | None = None  # of the two halves on a double binary tree; None: as for the torus
+    #: Whether this package's halves can be on a tree: not over NCCL.
+    has_trees: bool = True
     ranks_per_replica: int = 1  # neighboring ranks of a host among which FSDP2 shards a replica
     #: Whether FSDP2's all-reduce between replicas runs under the backward pass: not on a CPU.
     hsdp_overlaps: bool = False
@@ -102,6 +128,8 @@ class Cluster:
             by_codec(saved["all_reduces"]),
             {name: by_codec(links) for name, links in saved["exchanges"].items()},
             None if saved["torus"] is None else MeasuredCost(**saved["torus"]),
+            None if saved.get("tree") is None else MeasuredCost(**saved["tree"]),
+            saved.get("has_trees", True),
             saved["ranks_per_replica"],
             saved["hsdp_overlaps"],
         )
@@ -116,7 +144,7 @@ class Cluster:
         return self.ranks_per_replica * self.bandwidth
 
     def with_hosts(self, number: int) -> Cluster:
-        return replace(self, world_size=number, torus=self.torus if number == self.world_size else None)
+        return self if number == self.world_size else replace(self, world_size=number, torus=None, tree=None)
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """Returns the same hosts with other links, in bytes per second; what the processors do takes as long.
@@ -125,25 +153,29 @@ class Cluster:
         """
         bandwidth /= self.ranks_per_replica
 
-        def changed(link: LinkCost, codec: str) -> LinkCost:
+        def changed(link: L, codec: str) -> L:
             compression = compression_of(codec)
             before, after = 1 / (compression * self.bandwidth), 1 / (compression * bandwidth)
             processing = max(0.0, link.beta - before)
             return replace(link, beta=processing + min(link.beta, before) / before * after)
 
-        return replace(self._with_links(changed), bandwidth=bandwidth)
+        # A tree sends more bytes than the ring of which alpha and beta are.
+        return replace(self._with_links(changed), bandwidth=bandwidth, tree=None)
+
+    def with_algorithm(self, algorithm: Algorithm) -> Cluster:
+        """Returns the same hosts, among which the backend's all-reduce has another algorithm, unless it is measured."""
+        return replace(self, backend=replace(self.backend, algorithm=algorithm))
 
     def with_errors(self, sign: int) -> Cluster:
         """Returns the cluster with all alphas and betas larger, or smaller, by their standard errors."""
-        return self._with_links(
-            lambda link, _: replace(
-                link,
-                alpha=max(0.0, link.alpha + sign * _finite(link.alpha_error)),
-                beta=max(0.0, link.beta + sign * _finite(link.beta_error)),
-            )
-        )
 
-    def _with_links(self, change: Callable[[LinkCost, str], LinkCost]) -> Cluster:
+        def changed(link: L, _: str) -> L:
+            alpha, beta = link.alpha + sign * _finite(link.alpha_error), link.beta + sign * _finite(link.beta_error)
+            return replace(link, alpha=max(0.0, alpha), beta=max(0.0, beta))
+
+        return self._with_links(changed)
+
+    def _with_links(self, change: Change) -> Cluster:
         """Returns the cluster with other costs; ``change`` is called with each one and its codec."""
 
         def by_codec(links: Mapping[str, LinkCost]) -> dict[str, LinkCost]:
@@ -156,6 +188,7 @@ class Cluster:
             all_reduces=by_codec(self.all_reduces),
             exchanges={name: by_codec(links) for name, links in self.exchanges.items()},
             torus=None if self.torus is None else change(self.torus, "none"),
+            tree=None if self.tree is None else change(self.tree, "none"),
         )
 
 

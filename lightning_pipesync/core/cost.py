@@ -62,15 +62,26 @@ class LinkCost:
         """Returns the seconds of an all-reduce (Eq. 5)."""
         return self.reduce_scatter(num_bytes, world_size) + self.all_gather(num_bytes, world_size)
 
-    def halving_doubling(self, num_bytes: float, world_size: int) -> float:
-        """Returns the seconds of an all-reduce by recursive halving and doubling, on many ranks far less than a ring's.
+    def tree_half(self, num_bytes: float, world_size: int, pieces: float = math.inf) -> float:
+        """Returns the seconds of a reduce, or of a broadcast, on a double binary tree (DeAR, Section VII-A).
 
-        2 log2(P) messages follow each other, and as many bytes as in a ring are sent (Gloo, docs/algorithms.md,
-        "allreduce_halving_doubling"). NCCL's double binary trees take about as long: 2 log2(P) messages and 2 N bytes
-        (S. Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4", 2019).
+        ceil(log2 P) messages follow each other, and a rank sends and receives N bytes (Sanders et al., "Two-tree
+        algorithms for full bandwidth broadcast, reduction and scan", 2009). Of each half of the buffer, which travels
+        in ``pieces``, the first one passes all levels of its tree before the next ones keep all links busy.
         """
-        messages, share = math.ceil(math.log2(world_size)), (world_size - 1) / world_size
-        return 2 * (messages * self.alpha + share * num_bytes * self.beta)
+        if world_size == 1:
+            return 0.0
+        depth = math.ceil(math.log2(world_size))
+        return depth * self.alpha + (1 + (depth - 1) / pieces) * num_bytes * self.beta
+
+    def double_tree(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of an all-reduce on a double binary tree, in small pieces: on many ranks far less than a
+        ring's.
+
+        So NCCL does, in 2 log2(P) messages and 2 N bytes (S. Jeaugey, "Massively Scale Your Deep Learning Training with
+        NCCL 2.4", 2019). Halving and doubling would take about as long.
+        """
+        return 2 * self.tree_half(num_bytes, world_size)
 
     def average_with(self, num_bytes: float, peers: int) -> float:
         """Returns the seconds in which a rank averages with ``peers`` others, at once: each gets all of its values."""

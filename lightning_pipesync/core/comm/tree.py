@@ -26,6 +26,7 @@ their operations in the same order, as for rings, see ring.py.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -42,9 +43,9 @@ from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.pool import BufferPool
 
-#: A half has so many pieces, of at least and at most so many bytes: more pieces fill a deep tree sooner, and each costs
-#: about 0.3 ms of processor time.
-PIECES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 16, 64 * 1024, 1024 * 1024
+#: A half has so many pieces, and so many for each level, of at least and at most so many bytes: more pieces fill a deep
+#: tree sooner, and each costs about 0.3 ms of processor time.
+PIECES, PIECES_OF_LEVEL, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 16, 4, 64 * 1024, 1024 * 1024
 
 #: Receives posted ahead, from each child or parent.
 WINDOW = 4
@@ -161,7 +162,7 @@ class _Reduce:
 
     def __init__(self, messages: Messages, tree: Tree, values: Tensor, pool: BufferPool) -> None:
         self._messages, self._pool = messages, pool
-        self._parent, self._pieces = tree.parent.get(messages.rank), in_pieces(values)
+        self._parent, self._pieces = tree.parent.get(messages.rank), in_pieces(values, messages.world_size)
         self._children = tree.children[messages.rank] if self._pieces else []
         window = min(WINDOW, len(self._pieces))
         self._staging = {child: [pool.take(self._pieces[0].nbytes) for _ in range(window)] for child in self._children}
@@ -211,7 +212,7 @@ class _Broadcast:
     """Receives a half from this rank's parent, and sends it to its children."""
 
     def __init__(self, messages: Messages, tree: Tree, values: Tensor) -> None:
-        self._messages, self._pieces = messages, in_pieces(values)
+        self._messages, self._pieces = messages, in_pieces(values, messages.world_size)
         self._parent, self._children = tree.parent.get(messages.rank), tree.children[messages.rank]
         self._receiving: deque[Pending] = deque()
         self._sending: list[tuple[Pending, int]] = []
@@ -265,7 +266,13 @@ class _Halves:
         self._finished = True
 
 
-def in_pieces(values: Tensor) -> list[Tensor]:
+def in_pieces(values: Tensor, world_size: int) -> list[Tensor]:
     """Splits the values of a half into pieces, see [Note: pieces]; none if there are none."""
-    num_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, -(-values.nbytes // PIECES)))
-    return list(values.split(max(1, num_bytes // values.element_size()))) if values.numel() else []
+    size = -(-piece_bytes(values.nbytes, world_size) // values.element_size())
+    return list(values.split(size)) if values.numel() else []
+
+
+def piece_bytes(half_bytes: int, world_size: int) -> int:
+    """Returns the size of a piece of a half of a buffer."""
+    pieces = max(PIECES, PIECES_OF_LEVEL * math.ceil(math.log2(world_size)))
+    return min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, -(-half_bytes // pieces)))

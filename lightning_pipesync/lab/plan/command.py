@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from lightning_pipesync.core.cluster import Algorithm
 from lightning_pipesync.lab.plan.model import PlanSettings
 
 
@@ -23,6 +24,9 @@ class Plan(PlanSettings):
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         from_file: plan.json of an earlier plan, instead of measuring. Written as --from, too.
+        ddp_all_reduce: With --from, on another number of hosts than was measured: the algorithm of the all-reduce with
+            which DDP is predicted, ring or tree. With auto the one that its backend would choose: the faster with NCCL,
+            and with Gloo on more hosts than 16, where one would take NCCL.
         output: Folder for plan.json, plan.md and plan.png; outputs/plan if not given, with --from none. If it has an
             earlier plan, what has changed since is said.
         json: Print plan.json instead of the tables.
@@ -33,6 +37,7 @@ class Plan(PlanSettings):
     racks: int = 1
     uplink: str | None = None
     from_file: Path | None = None
+    ddp_all_reduce: Algorithm = "auto"
     output: Path | None = None
     json: bool = False
 
@@ -61,7 +66,10 @@ class Plan(PlanSettings):
         output = self.output
         if self.from_file is not None:
             work, cluster, result = read_plan(self.from_file, self.hosts, self.rate)
+            cluster = cluster.with_algorithm(self.ddp_all_reduce)
+            self._check_algorithm(cluster.world_size == result["world_size"])
         else:
+            self._check_algorithm(is_measured=True)
             settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
             num_measurements = 2 + (self.rounds + 1) * (2 + 2 * PROVEN) * (self.rounds > 0)
             emulated = benchmark.make_hosts([self.hosts or 2], self.rate, self.racks, self.uplink)
@@ -81,3 +89,10 @@ class Plan(PlanSettings):
             print(json.dumps(saved))
         else:
             print(text + (f"\nIn {output}: plan.json, plan.md, plan.png." if output else ""))
+
+    def _check_algorithm(self, is_measured: bool) -> None:
+        if is_measured and self.ddp_all_reduce != "auto":
+            raise ValueError(
+                f"ddp_all_reduce={self.ddp_all_reduce!r} is for another number of hosts than was measured, with --from "
+                "and --hosts: on those that were measured DDP has the all-reduce of its backend."
+            )

@@ -142,7 +142,7 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
     sizes = sizes_for(num_bytes, bandwidth)
     backend = measure_backend(sizes, device, replicas)
     connect = partial(Transport, device, replicas=replicas.between)
-    torus = None
+    torus, tree, has_trees = None, None, device.type == "cpu"
     with closing(connect()) as transport:
         halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, 1, replicas)
         all_reduces = {"none": measure_one_by_one(_all_reduce(transport, "none"), sizes, device, replicas)}
@@ -153,12 +153,15 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
     if Torus.of(replicas.number) is not None and replicas.mesh is None:
         with closing(connect(topology="torus2d")) as transport:
             torus = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
+    if has_trees and replicas.number > 2:
+        with closing(connect(topology="tree")) as transport:
+            tree = measure_in_a_row(_halves_in_turns(transport), sizes, device, 1, replicas)
     exchanges = {}
     for name in METHODS:
         for exchange in lab_of(name).exchanges:
             with suppress(ValueError) if replicas.mesh is not None else nullcontext():  # it refuses them, on all ranks
                 exchanges[exchange.name] = measure_exchange(METHODS[name], exchange, sizes, device, replicas)
-    costs = (backend, halves, all_reduces, exchanges, torus)
+    costs = (backend, halves, all_reduces, exchanges, torus, tree, has_trees)
     kind = (replicas.ranks_per_replica, device.type != "cpu")
     measured = Cluster(replicas.number, bandwidth, *costs, *kind)
     return gathered(measured)[0]  # the same predictions on all ranks

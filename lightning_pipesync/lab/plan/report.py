@@ -10,7 +10,6 @@ from typing import Any
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.plan.costs import GLOO_RING_UP_TO
 from lightning_pipesync.lab.plan.predictions import (
     baseline_of,
     enough_accumulation,
@@ -53,7 +52,7 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
         "".join(paragraph(one, bullet=True) for one in (*result["findings"], *result["changes"])),
         *_tables(predictions, work, measured, "extrapolated" if changed else "predicted"),
         paragraph(_enough(work, cluster)),
-        paragraph(_assumptions(cluster, result)),
+        paragraph(_assumptions(work, cluster, result, predictions)),
         paragraph(_codecs(result["codecs"])),
         *to_copy(verdict, bool(measured), cluster.ranks_per_replica),
     ]
@@ -77,17 +76,35 @@ def extrapolated(cluster: Cluster, result: Mapping[str, Any]) -> bool:
     return (cluster.world_size, cluster.bandwidth) != at
 
 
-def _assumptions(cluster: Cluster, result: Mapping[str, Any]) -> str:
+def _assumptions(work: Work, cluster: Cluster, result: Mapping[str, Any], predictions: Sequence[Prediction]) -> str:
     """Returns what is assumed of a cluster that was not measured."""
     if not extrapolated(cluster, result):
         return ""
     bandwidth = cluster.ranks_per_replica * result["cluster"]["bandwidth"]
+    baseline = next(one for one in predictions if is_baseline(one))  # the fastest
     return (
         f"Extrapolated from {result['world_size']} hosts with {rate(bandwidth)} each. Assumed: "
         "all hosts are like those, behind switches that are not too narrow; a message has the latency, and a byte the "
-        f"work of processors, that were measured; {baseline_of(cluster).upper()}'s all-reduce is the faster of a ring "
-        "and of halving and doubling, about what NCCL's trees take (with Gloo on "
-        f"{GLOO_RING_UP_TO} hosts or fewer, a ring, as torch has it)."
+        f"work of processors, that were measured; {baseline.method.upper()}'s all-reduce is "
+        f"{_all_reduce_of(baseline, work, cluster)}."
+    )
+
+
+def _all_reduce_of(baseline: Prediction, work: Work, cluster: Cluster) -> str:
+    """Returns the algorithm with which the baseline is predicted, in words."""
+    backend = cluster.backend
+    buckets = [baseline.settings["bucket_mb"] * MIB] if baseline.settings else work.groups
+    chosen = backend.chosen(min(max(buckets), work.num_bytes), cluster.world_size)
+    if chosen == "measured":
+        return "the measured one"
+    words = {"ring": "a ring", "tree": "a double binary tree"}[chosen]
+    if backend.algorithm != "auto":
+        return f"{words}, as asked for"
+    if cluster.world_size <= backend.ring_up_to:
+        return f"{words}, as torch's Gloo always has it (on more than {backend.ring_up_to} hosts NCCL's is assumed)"
+    return (
+        f"{words}, which is the faster of a ring and a double binary tree here: NCCL chooses between them "
+        "(--ddp_all_reduce takes one of them)"
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.comm.torus import Torus
+from lightning_pipesync.core.comm.tree import piece_bytes
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.work import Profile, Work
@@ -62,10 +65,9 @@ class DeARLab(LabEntry):
         ]
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-        """Yields all bucket sizes, in a ring and on a torus, and again those that are larger than the best."""
-        torus, sizes = Torus.of(cluster.world_size), work.bucket_sizes()
-        found = [self._predict(work, cluster, size, None) for size in sizes]
-        found += [self._predict(work, cluster, size, torus) for size in sizes if torus is not None]
+        """Yields all bucket sizes, in each topology, and again those that are larger than the best."""
+        topologies, sizes = topologies_of(cluster), work.bucket_sizes()
+        found = [self._predict(work, cluster, size, topology) for topology in topologies for size in sizes]
         yield found
         best = min(found, key=lambda prediction: prediction.seconds).settings["bucket_mb"]
         yield [prediction for prediction in found if prediction.settings["bucket_mb"] >= LARGER * best]
@@ -76,37 +78,50 @@ class DeARLab(LabEntry):
     def settings_for_racks(self, ranks_per_rack: int) -> Mapping[str, Any]:
         return {"topology": "torus2d"}
 
-    def _predict(self, work: Work, cluster: Cluster, bucket_mb: float, torus: Torus | None) -> Prediction:
-        seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, torus)
+    def _predict(self, work: Work, cluster: Cluster, bucket_mb: float, topology: str) -> Prediction:
+        seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, topology)
         settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": bucket_mb}
-        settings |= {} if torus is None else {"topology": "torus2d"}
+        settings |= {} if topology == "flat" else {"topology": topology}
         return Prediction(self.name, settings, seconds, why=waiting_share(work.seconds_with(self.name), seconds))
 
 
+def topologies_of(cluster: Cluster) -> list[str]:
+    """Returns the values of ``topology`` that differ on so many hosts."""
+    several = cluster.world_size > 2 and cluster.has_trees
+    return ["flat", *["torus2d"] * (Torus.of(cluster.world_size) is not None), *["tree"] * several]
+
+
+def half_seconds(cluster: Cluster, topology: str, num_bytes: float) -> float:
+    """Returns the seconds of a half of an all-reduce: as measured in a topology, or by the cost of a message."""
+    link, world_size = cluster.halves, cluster.world_size
+    if topology == "torus2d":
+        if cluster.torus is not None:
+            return cluster.torus.reduce_scatter(num_bytes, world_size)
+        torus = Torus(world_size, columns=None)
+        return link.torus_half(num_bytes, torus.columns, torus.rows)
+    if topology == "tree":
+        if cluster.tree is not None:
+            return cluster.tree.reduce_scatter(num_bytes, world_size)
+        half = math.ceil(num_bytes / 2)
+        return link.tree_half(num_bytes, world_size, pieces=max(1, half / piece_bytes(half, world_size)))
+    return link.reduce_scatter(num_bytes, world_size)
+
+
 def step_seconds(
-    profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | None = None, eager: bool = True
+    profile: Profile, cluster: Cluster, bucket_mb: float, topology: str = "flat", eager: bool = True
 ) -> float:
-    """Returns the seconds of a step, by simulation of its schedule, in a ring or on a ``torus``.
+    """Returns the seconds of a step, by simulation of its schedule.
 
     ``profile`` is a step without communication. ``eager``: buckets are gathered early, as DeAR would plan it.
     """
     # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
     tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
     parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
-    link, world_size = cluster.halves, cluster.world_size
-
-    def half(num_bytes: float) -> float:
-        if torus is None:
-            return link.reduce_scatter(num_bytes, world_size)
-        if cluster.torus is not None:
-            return cluster.torus.reduce_scatter(num_bytes, world_size)
-        return link.torus_half(num_bytes, torus.columns, torus.rows)
-
-    buckets = []
+    half, buckets = partial(half_seconds, cluster, topology), []
     for members in plan_buckets(parameters, Fusion(bucket_mb=bucket_mb)):
         times = [profile.tensors[int(member.name)] for member in members]
         size = sum(map(num_bytes, members))
         ready, needed = max(time.ready for time in times), min(time.needed for time in times)
         buckets.append(BucketTimes(ready, needed, reduce_scatter=half(size), all_gather=half(size), latency=half(0)))
-    early = choose_early_gathers(buckets, divisible=torus is None) if eager else None
+    early = choose_early_gathers(buckets, divisible=topology != "torus2d") if eager else None
     return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
