@@ -1,10 +1,11 @@
-"""Writes the cost model's table of parameter servers and the ring into docs/benchmarks_appendix.md, by number of ranks.
+"""Writes the cost model's table of servers and all-reduces into docs/benchmarks_appendix.md, by number of ranks.
 
 Usage: python docs/cost_table.py
 """
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -21,14 +22,17 @@ NUM_BYTES = 100 * MIB
 
 def table() -> str:
     """Returns the table, in seconds."""
-    lines = ["| ranks | central server | servers on half of the ranks | servers on all ranks | ring |"]
-    lines += ["|---:|---:|---:|---:|---:|"]
-    for ranks in (2, 16, 256, 4096):
+    columns = ["central server", "servers on half of the ranks", "servers on all ranks", "ring", "2-D torus"]
+    lines = [f"| ranks | {' | '.join(columns)} | double binary tree |", "|" + "---:|" * 7]
+    for ranks in (4, 16, 256, 4096):
+        side = math.isqrt(ranks)
         seconds = [
             LINK.central_server(NUM_BYTES, ranks),
             LINK.sharded_servers(NUM_BYTES, ranks, servers=ranks // 2),
             LINK.sharded_servers(NUM_BYTES, ranks),
             LINK.all_reduce(NUM_BYTES, ranks),
+            2 * LINK.torus_half(NUM_BYTES, side, side),
+            LINK.double_tree(NUM_BYTES, ranks),
         ]
         lines.append("| " + " | ".join([str(ranks), *(f"{value:.3f}" for value in seconds)]) + " |")
     return "\n".join(lines)
