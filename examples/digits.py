@@ -136,7 +136,7 @@ def main() -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         title = f"{trainer.world_size} ranks{options.network and ', ' + options.network}"
         draw_picture(runs, title, options.output / "digits.png")
-        write_json(runs, options, options.output / "results.json")
+        write_json(runs, title, options, options.output / "results.json")
         print_table(runs, title)
         print(f"Picture and all measurements: {options.output}")
 

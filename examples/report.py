@@ -90,14 +90,15 @@ def print_table(runs: Sequence[Run], title: str) -> None:
     Console().print(table)
 
 
-def write_json(runs: Sequence[Run], options: argparse.Namespace, path: Path) -> None:
+def write_json(runs: Sequence[Run], title: str, options: argparse.Namespace, path: Path) -> None:
     """Writes the options, the rows of the table, and the runs with all that was recorded."""
     results = {
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "title": title,
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "table": [asdict(row) for row in summarize(runs)],
         "runs": [asdict(run) for run in runs],
     }
-    path.write_text(json.dumps(results, indent=1))
+    path.write_text(json.dumps({"kind": "digits", "results": [results]}, indent=1))
 
 
 def draw_picture(runs: Sequence[Run], title: str, path: Path) -> None:

@@ -34,13 +34,6 @@ def test_the_tables_of_settings_and_metrics_are_up_to_date(name: str) -> None:
     assert page == script["page_with_tables"](name), "run python docs/settings_tables.py"
 
 
-def test_the_table_of_the_cost_model_is_up_to_date() -> None:
-    script = runpy.run_path(str(DOCS / "cost_table.py"))
-    page = (DOCS / "benchmarks_appendix.md").read_text()
-    assert script["BEGIN"] in page
-    assert page == script["page_with_table"](), "run python docs/cost_table.py"
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_every_setting_is_documented(name: str) -> None:
     config_type, docs_of = METHODS[name].config_type, runpy.run_path(str(DOCS / "settings_tables.py"))["docs_of"]

@@ -61,7 +61,7 @@ def test_digits(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
 
-    results = json.loads((output / "results.json").read_text())
+    results = json.loads((output / "results.json").read_text())["results"][0]
     for row in results["table"]:
         [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {row['strategy']} ")]
         assert f"{row['mib_sent']:.1f}" in line
@@ -85,7 +85,7 @@ def test_slow_network_by_delays(tmp_path: Path) -> None:
     for result in results:
         assert result.returncode == 0, result.stderr
     assert "2 ranks, 100mbit, by delays" in results[0].stdout
-    ddp = json.loads((tmp_path / "results.json").read_text())["table"][0]
+    ddp = json.loads((tmp_path / "results.json").read_text())["results"][0]["table"][0]
     assert ddp["seconds"] > ddp["mib_sent"] * 2**20 * 8 / 100e6
 
 

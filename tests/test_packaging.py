@@ -72,6 +72,7 @@ def test_every_import_is_declared(project: dict[str, Any]) -> None:
     of_twins = {twin: module for module, twins in TWINS.items() for twin in twins}
     of_twins["lightning_fabric"] = "lightning"
     of_twins["triton"] = "torch"  # which brings it where it is for CUDA
+    of_twins["PIL"] = "matplotlib"  # which requires it
     of_twins["safetensors"] = "accelerate"  # which requires it
     for path in [*(ROOT / "lightning_pipesync").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         extras = EXTRAS_OF.get(path.relative_to(ROOT).parts[1], ())

@@ -16,23 +16,32 @@ PICTURES = ROOT / "docs" / "pictures"
 #: The key of a PNG file's text with the digest of the measurements that it shows.
 DIGEST_KEY = "Measured"
 
+#: What the docs have in place of a table.
+NOT_MEASURED = "Not measured yet"
+
 Holds = Literal["yes", "in part", "no"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table, in Markdown, of what some jobs have measured."""
+    """A table, in Markdown, of what some jobs have measured, or of a model, without any job."""
 
     name: str
     jobs: tuple[str, ...]
     render: Callable[[Sequence[Record]], str]
 
-    def text(self, records: Sequence[Record]) -> str:
-        """Returns the commands, the table, and where the numbers come from."""
+    def text(self) -> str:
+        """Returns the commands, the table, and where the numbers come from; or that it has not been measured."""
+        if missing := not_measured(self.jobs):
+            return f"*{NOT_MEASURED}: `python -m benchmarks.results measure --only {' '.join(missing)}`*"
+        records = read(self.jobs)
+        shown = self.render(records).strip()
+        if not records:
+            return shown
         commands = "".join(f"{_wrapped(record.command)}\n" for record in records)
         origins = dict.fromkeys(record.provenance for record in records)
         origin = "Measured " + ". ".join(origins) + "."
-        return f"```bash\n{commands}```\n\n{self.render(records).strip()}\n\n*{origin}*"
+        return f"```bash\n{commands}```\n\n{shown}\n\n*{origin}*"
 
 
 @dataclass(frozen=True)
@@ -102,22 +111,66 @@ class Claims:
     def jobs(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(job for claim in self.claims for job in claim.jobs))
 
-    def text(self, records: Sequence[Record]) -> str:
+    def text(self) -> str:
         """Returns the table."""
-        by_name, rows = {record.name: record for record in records}, []
+        rows = []
         for claim in self.claims:
-            found = claim.find([by_name[job] for job in claim.jobs])
-            rows.append([claim.where, claim.reported, found.text, found.holds])
+            if not_measured(claim.jobs):
+                rows.append([claim.where, claim.reported, NOT_MEASURED, ""])
+            else:
+                found = claim.find(read(claim.jobs))
+                rows.append([claim.where, claim.reported, found.text, found.holds])
         text = table(["", "the paper", "here", "holds?"], rows)
         return text.replace("---:", "---").strip()
 
 
-Exhibit = Table | Picture | Claims
+@dataclass(frozen=True)
+class Gain:
+    """What a method gains, in a few words with what was measured, and what it costs."""
+
+    #: The name of the method.
+    method: str
+    jobs: tuple[str, ...]
+    find: Callable[[Sequence[Record]], str]
+    cost: str
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The table of what the methods gain."""
+
+    name: str
+    gains: tuple[Gain, ...]
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(job for gain in self.gains for job in gain.jobs))
+
+    def text(self) -> str:
+        """Returns the table."""
+        rows = [
+            [
+                f"[`{gain.method}`]({gain.method}.md)",
+                NOT_MEASURED if not_measured(gain.jobs) else gain.find(read(gain.jobs)),
+                gain.cost,
+            ]
+            for gain in self.gains
+        ]
+        return table(["method", "gain", "cost"], rows).replace("---:", "---").strip()
+
+
+Shown = Table | Claims | Gains
+Exhibit = Shown | Picture
 
 
 def read(jobs: Sequence[str]) -> list[Record]:
     """Returns what the jobs have measured; FileNotFoundError if one has never been run."""
     return [Record.read(job) for job in jobs]
+
+
+def not_measured(jobs: Sequence[str]) -> list[str]:
+    """Returns the jobs that have never been run."""
+    return [job for job in jobs if not path_of(job).exists()]
 
 
 def digest_of(jobs: Sequence[str]) -> str:

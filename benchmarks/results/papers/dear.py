@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
+from statistics import fmean
 from typing import Any
 
+from benchmarks.bucket_search import GOOD, first_good
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import cost_of, drawn_by, span, step_row
+from benchmarks.results.views import cost_of, drawn_by, reported, span, step_row
 from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.step_report import rows_of
 from lightning_pipesync.lab.bench.tables import number, table
@@ -51,6 +53,7 @@ _COMPARED = " ".join(SYSTEMS)
 _STEP = "python -m benchmarks.step"
 
 JOBS = (
+    Job("dear_timeline", "pipesync bench timeline --rate 200mbit", 1),
     Job("dear_search", "python -m benchmarks.bucket_search", 8),
     Job(
         "dear_collectives",
@@ -216,6 +219,22 @@ def _breakdown(records: Sequence[Record]) -> Finding:
     return Finding(text, "yes" if less == count else "in part" if less else "no")
 
 
+def _searches(records: Sequence[Record]) -> Finding:
+    """Fig. 10: the trials until a good size, of the networks whose first size is not good."""
+    [result] = records[0].results
+    needed: dict[str, list[int]] = {}
+    lost: dict[str, list[float]] = {}
+    for run in result["runs"]:
+        if (number := first_good(run)) != 1:
+            needed.setdefault(run["search"], []).append(number or len(run["steps"]))
+        lost.setdefault(run["search"], []).append(run["steps"][-1] / run["best"] - 1)
+    trials = {kind: fmean(numbers) for kind, numbers in needed.items()}
+    shown = ", ".join(f"{kind} {number:.1f}" for kind, number in trials.items())
+    text = f"trials until within {GOOD:.0%} of the best: {shown}; BO ends within {max(lost['bo']):.1%} at most"
+    fewer = trials["bo"] < min(trials["random"], trials["grid"])
+    return Finding(text, "yes" if fewer and max(lost["bo"]) <= GOOD else "in part" if fewer else "no")
+
+
 def _batch_sizes(records: Sequence[Record]) -> Finding:
     """Fig. 11: a smaller batch is a larger ratio of communication to computation."""
     speeds: list[float] = []
@@ -228,6 +247,9 @@ def _batch_sizes(records: Sequence[Record]) -> Finding:
 
 
 EXHIBITS: tuple[Exhibit, ...] = (
+    drawn_by("dear_timeline", "dear_timeline", "timeline.png"),
+    reported("dear_search", "dear_search"),
+    drawn_by("bucket_search", "dear_search", "bucket_search.png"),
     Table("dear_collectives", ("dear_collectives",), _collectives),
     Table("dear_systems", _SYSTEMS_JOBS, _both),
     Table("dear_ratios", ("dear_ratios_resnet50", "dear_ratios_bert_base"), _ratios),
@@ -281,6 +303,12 @@ EXHIBITS: tuple[Exhibit, ...] = (
                     },
                     least=0.98,
                 ),
+            ),
+            Claim(
+                "Fig. 10",
+                "BO finds a stable size in several trials, random and grid search in tens",
+                ("dear_search",),
+                _searches,
             ),
             Claim(
                 "Fig. 11",

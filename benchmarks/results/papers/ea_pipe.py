@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.pipeline import Choice, choice_of, outcome_of
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import drawn_by, span
+from benchmarks.results.views import drawn_by, reported, span
 from lightning_pipesync.lab.bench.tables import table
 
 _PIPELINE = "python -m benchmarks.pipeline --model mlp --stages 8 --momentum 0.9"
@@ -54,6 +54,7 @@ JOBS = (
         "--learning_rates 0.1 0.03 0.01 0.003 0.001",
         30,
     ),
+    Job("ea_pipe_bound", "python -m benchmarks.ea_pipe_bound", 8),
     Job(
         "ea_pipe_throughput",
         "python -m benchmarks.stages --hosts 2 4 8 --rate 1gbit --stage_ms 100 --rounds 3 "
@@ -204,6 +205,8 @@ EXHIBITS: tuple[Exhibit, ...] = (
     drawn_by("ea_pipe_long", "ea_pipe_small_batches", "pipeline_by_rate.png"),
     Table("ea_pipe_50_stages", ("ea_pipe_50_stages",), _by_rate),
     drawn_by("ea_pipe_50_stages", "ea_pipe_50_stages", "pipeline.png"),
+    reported("ea_pipe_bound", "ea_pipe_bound"),
+    drawn_by("ea_pipe_bound", "ea_pipe_bound", "ea_pipe_bound.png"),
     Table("ea_pipe_throughput", ("ea_pipe_throughput",), _throughput),
     drawn_by("ea_pipe_stages", "ea_pipe_throughput", "stages.png"),
     Claims(

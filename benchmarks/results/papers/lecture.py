@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import host_speed_report, large_batches, staleness_report
 from benchmarks.results.exhibit import Exhibit, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import drawn_by, named
+from benchmarks.results.views import drawn_by, named, reported
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.converge import config_of
 from lightning_pipesync.lab.bench.converge_report import by_method, rows_of
 from lightning_pipesync.lab.bench.tables import number, table
@@ -24,6 +27,11 @@ _METHODS = [
 _HOSTS = "python -m benchmarks.converge --hosts 4 --compute 100ms --evaluations 57 --seeds 0 1"
 
 JOBS = (
+    Job(
+        "servers_collectives",
+        "python -m benchmarks.collectives --hosts 2 4 --rate 200mbit --sizes_mib 4 8 16 --codecs none --rounds 5",
+        4,
+    ),
     Job("hosts_slow", f"{_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 17),
     Job("hosts_stalls", f"{_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 22),
     Job("staleness", "python -m benchmarks.staleness", 4),
@@ -71,7 +79,28 @@ def _one(records: Sequence[Record]) -> dict[str, Any]:
     return result
 
 
+def _cost_model(records: Sequence[Record]) -> str:
+    """Returns the seconds of an exchange of 100 MiB at 10 Gbit/s, with 50 microseconds per message."""
+    link, num_bytes = LinkCost(alpha=50e-6, beta=8 / 10e9), 100 * MIB
+    rows = []
+    for ranks in (4, 16, 256, 4096):
+        side = math.isqrt(ranks)
+        seconds = [
+            link.central_server(num_bytes, ranks),
+            link.sharded_servers(num_bytes, ranks, servers=ranks // 2),
+            link.sharded_servers(num_bytes, ranks),
+            link.all_reduce(num_bytes, ranks),
+            2 * link.torus_half(num_bytes, side, side),
+            link.double_tree(num_bytes, ranks),
+        ]
+        rows.append([f"{ranks}", *(f"{value:.3f}" for value in seconds)])
+    headings = ["ranks", "central server", "servers on half of the ranks", "servers on all ranks"]
+    return table([*headings, "ring", "2-D torus", "double binary tree"], rows)
+
+
 EXHIBITS: tuple[Exhibit, ...] = (
+    Table("cost_model", (), _cost_model),
+    reported("servers_collectives", "servers_collectives"),
     Table("hosts_slow", ("hosts_slow",), _hosts),
     Table("hosts_stalls", ("hosts_stalls",), _hosts),
     Table("staleness_counts", ("staleness",), lambda records: staleness_report.table_of_counts(_one(records))),

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 from benchmarks.results.exhibit import Exhibit, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import training_row, training_table
+from benchmarks.results.views import drawn_by, reported, training_row, training_table
 from lightning_pipesync.lab.bench.converge_report import rows_of
 from lightning_pipesync.lab.bench.tables import number, table
 
 _OUTER = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum"
 _STREAMED = "compression=int4,fragments=4,overlap_steps=2"
+#: The one that sends least while it keeps DDP's quality.
+LOCAL_SGD = f"local_sgd:period=16,{_OUTER}=0.3,{_STREAMED}"
 _METHODS = {
     "ddp": "DDP",
     "dear": "DeAR",
     "pipe_sgd": "Pipe-SGD",
     "selsync:lssr=0.75,outer_momentum=0.3": "SelSync, lssr=0.75, outer_momentum=0.3",
     f"local_sgd:period=16,{_OUTER}=0.3": "local SGD, period=16, Nesterov 0.3",
-    f"local_sgd:period=16,{_OUTER}=0.3,{_STREAMED}": "the same, int4, 4 fragments, overlap_steps=2",
+    LOCAL_SGD: "the same, int4, 4 fragments, overlap_steps=2",
     f"local_sgd:period=40,{_OUTER}=0.5,compression=int4": "local SGD, period=40, Nesterov 0.5, int4",
 }
 _TRAINED = [name for name in _METHODS if name != "dear"]  # which trains as DDP does
@@ -44,6 +46,7 @@ JOBS = (
         "pipesync netlab --hosts 2 --rate 200mbit -- python -m benchmarks.replicas",
         8,
     ),
+    Job("local_sgd_gossip", "python -m benchmarks.gossip", 1),
     Job("replicas_goodput", "python -m benchmarks.goodput --duration_s 150 --heartbeat_timeout_s 2", 10),
 )
 
@@ -80,24 +83,15 @@ def _step_times(records: Sequence[Record]) -> str:
     return table(["", *(f"ms per step at {rate} Mbit/s (times DDP)" for rate in _RATES)], rows)
 
 
-def _replicas(records: Sequence[Record]) -> str:
-    [record] = records
-    [result] = record.results
-    rows = []
-    for one in result["candidates"]:
-        milliseconds = sorted(1e3 * seconds for seconds in one["seconds"])
-        middle = milliseconds[len(milliseconds) // 2]
-        rows.append(
-            [one["name"], f"{middle:.1f}", f"{milliseconds[0]:.1f} to {milliseconds[-1]:.1f}", f"{one['mib']:.2f}"]
-        )
-    return table(["2 replicas", "ms a step", "of all rounds", "MiB sent a step"], rows)
-
-
 _TIMES = tuple(f"topics_time_{rate}" for rate in _RATES)
 
 EXHIBITS: tuple[Exhibit, ...] = (
     Table("topics", ("topics_quality", *_TIMES), _seconds_to_target),
     Table("topics_steps", _TIMES, _step_times),
     training_table("topics_quality", ("topics_quality",), ("steps", "best", "better by", "final", "MiB"), _METHODS),
-    Table("replicas_step", ("replicas_step",), _replicas),
+    reported("local_sgd_gossip", "local_sgd_gossip"),
+    drawn_by("local_sgd_gossip", "local_sgd_gossip", "gossip.png"),
+    reported("replicas_step", "replicas_step"),
+    reported("replicas_goodput", "replicas_goodput"),
+    drawn_by("replicas_goodput", "replicas_goodput", "goodput.png"),
 )

@@ -1,27 +1,152 @@
-"""What no paper has: how far plans are off, and what codecs and methods cost."""
+"""What no paper has: the demo, how far plans are off, and what codecs and methods cost."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+
 from benchmarks import plan_accuracy_report
-from benchmarks.results.exhibit import Exhibit, Picture
-from benchmarks.results.job import Job
+from benchmarks.results.exhibit import Exhibit, Gain, Gains, Picture, Table
+from benchmarks.results.job import ROOT, Job, Record
+from benchmarks.results.papers.local_sgd import LOCAL_SGD
+from benchmarks.results.views import cost_of, reported, span, step_row, training_row
+from lightning_pipesync.lab.bench.converge_report import Row, rows_of
+from lightning_pipesync.lab.bench.tables import table_of
 
 JOBS = (
+    Job("demo", "python examples/slow_network.py examples/digits.py", 3),
     Job(
         "plan_accuracy",
-        "python -m benchmarks.plan_accuracy --hosts 2 4 8 --rates 50mbit 200mbit 1gbit --rounds 2 "
+        "python -m benchmarks.plan_accuracy --hosts 2 4 8 --rates 200mbit --rounds 2 "
         "--models emulated-resnet50 emulated-bert-base",
-        45,
+        25,
     ),
     Job("overhead", "python -m benchmarks.overhead --steps 20", 3),
     Job("overhead_adamw", "python -m benchmarks.overhead --steps 20 --optimizer adamw", 3),
     Job("codecs", "python -m benchmarks.codecs --threads 1", 1),
 )
 
+
+def _dear(records: Sequence[Record]) -> str:
+    over = [
+        step_row(run, "dear").over_ddp
+        for record in records
+        for result in record.results
+        for run in result["runs"]
+        if result["world_size"] <= 4 and 0.8 < cost_of(run).ratio < 1.3
+    ]
+    return f"{span(over)} times as fast as DDP on 2 and 4 hosts where communication takes as long as computation"
+
+
+def _local_sgd(records: Sequence[Record]) -> str:
+    quality, timed = records
+    ours, ddp = (training_row(quality, name) for name in (LOCAL_SGD, "ddp"))
+    over = training_row(timed, "ddp").step_seconds / training_row(timed, LOCAL_SGD).step_seconds
+    if ours.steps is None or ddp.steps is None or ours.mib is None or ddp.mib is None:
+        return "the target is not reached"
+    sooner, less = over * ddp.steps / ours.steps, ddp.mib / ours.mib
+    return f"DDP's perplexity {sooner:.1f} times as soon at 50 Mbit/s on 4 hosts, with a {less:.0f}th of the bytes"
+
+
+def _selsync(records: Sequence[Record]) -> str:
+    found = [row.speedup for record in records for row in _rows_of(record, "selsync") if row.speedup]
+    return f"98% of the digits {span(found, '.1f')} times as soon at 200 Mbit/s on 4 hosts" if found else "none"
+
+
+def _pipe_sgd(records: Sequence[Record]) -> str:
+    runs = [run for record in records for result in record.results for run in result["runs"]]
+    plain = [step_row(run, "pipe_sgd").over_ddp for run in runs if 0.8 < cost_of(run).ratio < 1.3]
+    int8 = [step_row(run, "pipe_sgd (compression=int8)").over_ddp for run in runs if 1.6 < cost_of(run).ratio < 2.5]
+    return f"{span(plain)} times DDP at a ratio of 1, with int8 {span(int8)} times at a ratio of 2"
+
+
+def _servers(records: Sequence[Record]) -> str:
+    parts = []
+    for record, shown in zip(records, ("a slow host", "stalls"), strict=True):
+        rows = [row for row in _rows_of(record, "parameter_server") if "delay_compensation" in row.method]
+        found = [row.speedup for row in rows if row.speedup]
+        parts.append(f"{span(found, '.1f')} times as soon with {shown}" if found else f"none with {shown}")
+    return ", ".join(parts)
+
+
+def _ea_pipe(records: Sequence[Record]) -> str:
+    shares: dict[str, list[float]] = {"ea_pipe": [], "gpipe": []}
+    for record in records:
+        for result in record.results:
+            [run] = result["runs"]
+            for one in run["candidates"]:
+                if one["name"] in shares:
+                    shares[one["name"]].append(run["stage_seconds"] / median(one["seconds"]))
+    ours, gpipe = (span(found, ".0%") for found in shares.values())
+    return f"{ours} of the throughput of stages that never wait, GPipe {gpipe}"
+
+
+def _rows_of(record: Record, method: str) -> list[Row]:
+    rows = [row for result in record.results for row in rows_of(result)]
+    return [row for row in rows if row.method.partition(":")[0] == method]
+
+
+_GAINS = (
+    Gain("dear", ("dear_ratios_resnet50", "dear_ratios_bert_base"), _dear, "none: DDP's weights, bit for bit"),
+    Gain(
+        "local_sgd",
+        ("topics_quality", "topics_time_50"),
+        _local_sgd,
+        "another algorithm; quality, with long periods",
+    ),
+    Gain(
+        "selsync",
+        ("selsync_table1_digits_4",),
+        _selsync,
+        "another algorithm; quality, with Adam and no outer step",
+    ),
+    Gain(
+        "pipe_sgd",
+        ("pipe_sgd_ratios",),
+        _pipe_sgd,
+        "gradients are a step late; computing them at predicted weights takes some of a step",
+    ),
+    Gain("parameter_server", ("hosts_slow", "hosts_stalls"), _servers, "by policy; stale gradients take more steps"),
+    Gain("ea_pipe", ("ea_pipe_throughput",), _ea_pipe, "another algorithm; a higher error than SGD's"),
+)
+
+
+def _demo(records: Sequence[Record]) -> str:
+    [result] = records[0].results
+    return table_of(
+        result["table"],
+        {
+            "": lambda row: f"`{row['strategy']}`",
+            "test accuracy %": lambda row: f"{100 * row['accuracy']:.2f}",
+            "steps": lambda row: f"{row['steps']}",
+            "seconds": lambda row: f"{row['seconds']:.1f}",
+            "times as fast as DDP": lambda row: f"{row['times_as_fast']:.2f}",
+            "MiB": lambda row: f"{row['mib_sent']:.1f}",
+        },
+    )
+
+
+def _draw_demo(records: Sequence[Record], path: Path) -> None:
+    [result] = records[0].results
+    sys.path.insert(0, str(ROOT / "examples"))  # the examples are scripts, which import each other
+    report, recording = import_module("report"), import_module("recording")
+    report.draw_picture([recording.Run(**run) for run in result["runs"]], result["title"], path)
+
+
 EXHIBITS: tuple[Exhibit, ...] = (
+    Gains("gains", _GAINS),
+    Table("demo", ("demo",), _demo),
+    Picture("demo", ("demo",), _draw_demo),
+    reported("plan_accuracy", "plan_accuracy"),
     Picture(
         "plan_accuracy",
         ("plan_accuracy",),
         lambda records, path: plan_accuracy_report.draw(records[0].results, path),
     ),
+    reported("overhead", "overhead"),
+    reported("overhead_adamw", "overhead_adamw"),
+    reported("codecs", "codecs"),
 )

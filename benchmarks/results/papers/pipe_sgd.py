@@ -7,7 +7,16 @@ from typing import Any
 
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import cost_of, span, step_row, training_picture, training_row, training_table
+from benchmarks.results.views import (
+    cost_of,
+    drawn_by,
+    reported,
+    span,
+    step_row,
+    training_picture,
+    training_row,
+    training_table,
+)
 from lightning_pipesync.lab.bench.tables import table
 
 _SERVER = "parameter_server:policy=sync,servers=1"
@@ -61,6 +70,8 @@ JOBS = (
         f"pipesync bench step --hosts 2 4 --rate 200mbit {_ALEXNET} --methods {_CANDIDATES}",
         9,
     ),
+    Job("pipe_sgd_timeline", "pipesync bench timeline --rate 200mbit --methods ddp pipe_sgd --steps 3", 1),
+    Job("pipe_bound", "python -m benchmarks.pipe_bound", 8),
     Job(
         "pipe_sgd_levels",
         "pipesync bench step --hosts 2 4 --rate 1gbit --scale 0.3 --ratio 1 2 --bucket_mb 6 --rounds 3 --steps 3 "
@@ -182,6 +193,9 @@ EXHIBITS: tuple[Exhibit, ...] = (
     training_table("pipe_sgd_accuracy", _ACCURACY, _COLUMNS, NAMES),
     training_picture("pipe_sgd_accuracy", "pipe_sgd_accuracy_4"),
     training_table("pipe_sgd_steps", _STEPS, ("best", "better by", "final"), NAMES),
+    drawn_by("pipe_sgd_timeline", "pipe_sgd_timeline", "timeline.png"),
+    reported("pipe_bound", "pipe_bound"),
+    drawn_by("pipe_bound", "pipe_bound", "pipe_bound.png"),
     Table("pipe_sgd_ratios", ("pipe_sgd_ratios",), _ratios),
     Table("pipe_sgd_levels", ("pipe_sgd_levels",), _levels),
     Claims(

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import span, training_picture, training_row, training_table
+from benchmarks.results.views import reported, span, training_picture, training_row, training_table
 from lightning_pipesync.lab.bench.converge_report import rows_of
 
 _CONVERGE = "python -m benchmarks.converge"
@@ -182,6 +182,7 @@ def _overhead(records: Sequence[Record]) -> Finding:
 
 
 EXHIBITS: tuple[Exhibit, ...] = (
+    reported("selsync_overhead", "selsync_overhead"),
     training_table("selsync_table1", _TABLE1, _COLUMNS, NAMES),
     training_picture("selsync_table1", "selsync_table1_digits_4"),
     training_table("selsync_settings", ("selsync_settings_digits", "selsync_settings_signals"), _COLUMNS[:5], NAMES),
