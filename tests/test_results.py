@@ -118,7 +118,7 @@ def test_a_page_gets_its_tables(measured: Path) -> None:
     (measured / "job.json").write_text(json.dumps({**record, "measured": {**machine, "versions": versions}}))
 
     def finding(records: object) -> Finding:
-        return Finding("four", "in part")
+        return Finding("four", [True, False])
 
     def draw(records: object, path: Path) -> None:
         raise AssertionError("only when it is written")

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from benchmarks.results.job import ROOT, Record, path_of
 from lightning_pipesync.lab.bench.tables import table
@@ -18,8 +17,6 @@ DIGEST_KEY = "Measured"
 
 #: What the docs have in place of a table.
 NOT_MEASURED = "Not measured yet"
-
-Holds = Literal["yes", "in part", "no"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +79,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was measured for a claim, in a few words, and whether the claim holds."""
+    """What was measured for a claim, in a few words, and for which of several cases the claim holds."""
 
     text: str
-    holds: Holds
+    cases: Sequence[bool]
+
+    @property
+    def holds(self) -> str:
+        return "yes" if all(self.cases) else "in part" if any(self.cases) else "no"
 
 
 @dataclass(frozen=True)

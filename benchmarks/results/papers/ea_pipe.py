@@ -143,7 +143,7 @@ def _seconds(run: dict[str, Any], name: str) -> float:
 
 
 def _lower_error(records: Sequence[Record]) -> Finding:
-    parts, lower, count = [], 0, 0
+    parts, cases = [], []
     for grid in _grids(records):
         gains = []
         for size in grid.batch_sizes:
@@ -151,10 +151,10 @@ def _lower_error(records: Sequence[Record]) -> Finding:
             if ours is None or theirs is None:
                 raise ValueError(f"{grid.task}: all trainings with batches of {size} diverged.")
             gains.append(theirs - ours)
-        lower, count = lower + sum(gain > 0 for gain in gains), count + len(gains)
+        cases += [gain > 0 for gain in gains]
         sizes = " to ".join(dict.fromkeys(map(str, (grid.batch_sizes[0], grid.batch_sizes[-1]))))
         parts.append(f"{grid.task}: {span(gains, '.1f')} points below PipeDream, batches of {sizes}")
-    return Finding("; ".join(parts), "yes" if lower == count else "in part" if lower else "no")
+    return Finding("; ".join(parts), cases)
 
 
 def _stable(records: Sequence[Record]) -> Finding:
@@ -169,7 +169,10 @@ def _stable(records: Sequence[Record]) -> Finding:
                 rates.append(rate)
         largest[method.partition(":")[0]] = max(rates, default=0.0)
     shown = ", ".join(f"{METHODS[name].partition(',')[0]} up to {rate:g}" for name, rate in largest.items())
-    return Finding(f"trains with every seed: {shown}", "yes" if largest["ea_pipe"] >= largest["sgd"] else "in part")
+    return Finding(
+        f"trains with every seed: {shown}",
+        [largest["ea_pipe"] >= largest["sgd"], largest["pipedream"] < largest["sgd"]],
+    )
 
 
 def _as_fast(records: Sequence[Record]) -> Finding:
@@ -178,9 +181,7 @@ def _as_fast(records: Sequence[Record]) -> Finding:
     for result in record.results:
         [run] = result["runs"]
         over.append(_seconds(run, "ea_pipe") / _seconds(run, "pipedream"))
-    return Finding(
-        f"a mini-batch takes {span(over)} times as long as PipeDream's", "yes" if max(over) < 1.05 else "in part"
-    )
+    return Finding(f"a mini-batch takes {span(over)} times as long as PipeDream's", [one < 1.05 for one in over])
 
 
 def _earlier(records: Sequence[Record]) -> Finding:
@@ -194,8 +195,7 @@ def _earlier(records: Sequence[Record]) -> Finding:
         over += ratios
         parts.append(f"{grid.task}: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
     text = f"times PipeDream's epochs to its lowest error, batches of 16 to 128: {'; '.join(parts)}"
-    earlier = sum(ratio < 1 for ratio in over)
-    return Finding(text, "yes" if earlier == len(over) else "in part" if earlier else "no")
+    return Finding(text, [ratio < 1 for ratio in over])
 
 
 EXHIBITS: tuple[Exhibit, ...] = (

@@ -142,7 +142,7 @@ def _sooner(records: Sequence[Record]) -> Finding:
         parts.append(
             f"{hosts} hosts: {span([server / seconds for seconds in found], '.1f')} times the server, {against}"
         )
-    return Finding("; ".join(parts), "yes" if over_server and max(over_server) >= 3.2 else "in part")
+    return Finding("; ".join(parts), [one >= 3.2 for one in over_server])
 
 
 def _without_loss(records: Sequence[Record]) -> Finding:
@@ -153,7 +153,7 @@ def _without_loss(records: Sequence[Record]) -> Finding:
         theirs.append(papers.difference + (papers.difference_interval or 0) >= 0)
         task = record.results[0]["settings"]["task"]
         parts.append(f"{task}: {row.difference:+.2f} with prediction, {papers.difference:+.2f} without")
-    return Finding("; ".join(parts), "yes" if all(theirs) else "in part" if all(ours) else "no")
+    return Finding("; ".join(parts), [*theirs, *ours])
 
 
 def _delay(records: Sequence[Record]) -> Finding:
@@ -165,7 +165,7 @@ def _delay(records: Sequence[Record]) -> Finding:
         parts.append(
             f"{record.results[0]['settings']['task']}: k = 2 ends {two.difference - one.difference:+.2f} from k = 1"
         )
-    return Finding("; ".join(parts), "yes" if min(losses) >= 0 else "in part")
+    return Finding("; ".join(parts), [loss >= 0 for loss in losses])
 
 
 def _level(records: Sequence[Record]) -> Finding:
@@ -173,10 +173,7 @@ def _level(records: Sequence[Record]) -> Finding:
         step_row(run, "pipe_sgd (delay_compensation=none, pipeline_level=2)").seconds / step_row(run, _PLAIN).seconds
         for _, run in _runs(records)
     ]
-    return Finding(
-        f"level 2 takes {span(over)} times as long",
-        "yes" if min(over) >= 1 else "in part" if max(over) > 1.02 else "no",
-    )
+    return Finding(f"level 2 takes {span(over)} times as long", [one >= 1 for one in over])
 
 
 def _linear(records: Sequence[Record]) -> Finding:
@@ -184,7 +181,7 @@ def _linear(records: Sequence[Record]) -> Finding:
     over = [step_row(run, _INT8).over_ddp for _, run in _runs(records)]
     reached = f"int8 reaches {span(shares, '.0%')} of max(computation, communication) up to a ratio of 2"
     text = f"{reached}, {span(over)} times DDP"
-    return Finding(text, "yes" if min(shares) > 0.9 else "in part")
+    return Finding(text, [share > 0.9 for share in shares])
 
 
 _COLUMNS = ("ms a step", "steps", "seconds", "speed-up", "MiB", "best", "better by", "reached")
