@@ -27,8 +27,8 @@ class Converge(converge.Converge):
     """Trains to a target with several methods, on hosts of different speed: time, steps and bytes that each needs.
 
     Attributes:
-        task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves,
-            accuracy) or topics (the text of Python's documentation, perplexity).
+        task: Those of pipesync bench converge, mnist1d (digits as signals, accuracy) or signals (noisy curves,
+            accuracy).
         compute: Emulated computation: the least time of each pass of a rank, e.g. 100ms; it sleeps for the rest.
         slow: HOST:SHARE% for a rank that computes at that share of the speed (3:50%). May be given again.
         stalls: SHARE%:FACTOR for passes that stall at random (5%:10): that share of them takes longer, by an

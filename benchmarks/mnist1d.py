@@ -50,6 +50,7 @@ def mnist1d() -> Task:
         build_module=lambda: layered.mlp(_SIZE),
         train_set=TensorDataset(x[:_NUM_TRAIN], y[:_NUM_TRAIN]),
         test_set=TensorDataset(x[_NUM_TRAIN:], y[_NUM_TRAIN:]),
+        labels=y[:_NUM_TRAIN],
         batch_size=16,
         epochs=30,
         target=50.0,

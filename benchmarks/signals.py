@@ -24,6 +24,7 @@ def signals() -> Task:
         build_module=_network,
         train_set=TensorDataset(inputs[:_NUM_TRAINED], labels[:_NUM_TRAINED]),
         test_set=TensorDataset(inputs[_NUM_TRAINED:], labels[_NUM_TRAINED:]),
+        labels=labels[:_NUM_TRAINED],
         batch_size=16,
         epochs=24,
         target=90.0,

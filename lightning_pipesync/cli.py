@@ -59,7 +59,7 @@ EXTRAS |= {"plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
-TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals", "topics")
+TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals", "topics", "words", "cifar10", "cifar100", "imagenet", "wikitext")
 
 #: The end of the help, about the option that comes before a subcommand.
 EPILOG = (
@@ -203,9 +203,10 @@ def check_packages(words: Sequence[str], command: str = "") -> None:
     command = command or " ".join(["pipesync", *words[: 2 if words[0] == "bench" else 1]])
     check_extra(EXTRAS[words[0]], command)
     values = {value.rpartition("=")[2] for value in words}
-    if words[0] in ("plan", "bench") and (models := values.intersection(MODELS_OF_TRANSFORMERS)):
+    trains_tasks = words[1:2] in (["converge"], ["pipeline"])
+    if not trains_tasks and words[0] in ("plan", "bench") and (models := values.intersection(MODELS_OF_TRANSFORMERS)):
         check_extra("transformers", f"{command} with {' and '.join(sorted(models))}", "transformers")
-    if words[1:2] in (["converge"], ["pipeline"]):
+    if trains_tasks:
         check_extra("bench", command, "scipy")
         if values.isdisjoint(TASKS_WITHOUT_SKLEARN):
             check_extra("bench", f"{command} with digits", "sklearn")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,20 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
+from lightning_pipesync.lab.bench.job import launched
 from lightning_pipesync.lab.bench.named_settings import parse_named, split_method
-from lightning_pipesync.lab.bench.tasks import EVALUATED_ON, TASKS, Task, build_task, evaluations
+from lightning_pipesync.lab.bench.tasks import (
+    EVALUATED_ON,
+    TASKS,
+    Task,
+    build_task,
+    check_choice,
+    check_data,
+    evaluations,
+)
 from lightning_pipesync.lab.bench.training import Training, compared_trainings, config_types
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +37,15 @@ class Converge(Benchmark):
     """Trains to a target with several methods: time, steps and bytes that each needs.
 
     Attributes:
-        task: digits (scikit-learn's, accuracy) or topics (the text of Python's documentation, perplexity).
+        task: digits or resnet_digits (scikit-learn's, accuracy), topics or words (Python's documentation by character
+            or by word, perplexity); or cifar10, cifar100, imagenet or wikitext, as in the papers, with --data.
+        data: Folder with the data set of cifar10 (cifar-10-batches-py), cifar100 (cifar-100-python), imagenet (train
+            and val, each with a folder per class) or wikitext (wiki.train.tokens, wiki.test.tokens). Nothing is
+            downloaded.
+        model: Of cifar10: resnet101 or vgg16; cifar100: vgg11 or resnet34; imagenet: alexnet or resnet50. The first is
+            SelSync's, and the default, the second EA-Pipe's. Batch size, optimizer and decay are the paper's.
+        workers: Number of processes of each rank that load its samples. 0: the rank loads them itself.
+        device: cpu, or cuda with NCCL, where each rank has the GPU of its place in its host.
         methods: alone, ddp, and methods of this package, each with settings if need be:
             NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5. FedAvg with C and E is
             local_sgd:period=0.25epoch,participation=0.5. With alone, each rank by itself, the table has the limit.
@@ -40,6 +59,10 @@ class Converge(Benchmark):
     """
 
     task: str = "digits"
+    data: str | None = None
+    model: str | None = None
+    workers: int = 0
+    device: str = "cpu"
     methods: tuple[str, ...] = field(default_factory=compared_trainings)
     target: float | None = None
     seeds: tuple[int, ...] = (0,)
@@ -52,8 +75,7 @@ class Converge(Benchmark):
     name = "converge"
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"task={self.task!r} is not known; there are {', '.join(TASKS)}.")
+        check_choice(self.task, self.data, self.model, self.workers, self.device)
         if self.evaluate_on not in EVALUATED_ON:
             raise ValueError(f"evaluate_on must be one of {', '.join(EVALUATED_ON)}, got {self.evaluate_on!r}.")
         if not self.methods or len(set(self.methods)) < len(self.methods):
@@ -65,7 +87,7 @@ class Converge(Benchmark):
         for name in ("epochs", "evaluations", "steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}.")
-        if self.labels_per_worker is not None:
+        if self.labels_per_worker is not None and self.task in TASKS:  # the others take a while to read
             self.build_task()
         super().__post_init__()
 
@@ -75,15 +97,20 @@ class Converge(Benchmark):
 
     def build_task(self) -> Task:
         """Returns the task with the data of the settings."""
-        task = build_task(self.task, self.evaluate_on)
+        task = build_task(self.task, self.evaluate_on, self.data, self.model, self.workers, self.device)
         return task if self.labels_per_worker is None else task.with_label_skew(self.labels_per_worker)
+
+    def results(self) -> list[dict[str, Any]]:
+        if not launched():
+            check_data(self.task, self.data)
+        return super().results()
 
     def prepare(self, training: Training, seed: int) -> None:
         """Called before each training."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Trains with every method, seed by seed; a collective call."""
-        task = self.build_task()
+        task = on_all_ranks(self.build_task)
         runs = [train(task, method, seed, self, progress) for seed in self.seeds for method in self.methods]
         return {
             "settings": self.settings(),
@@ -99,6 +126,23 @@ class Converge(Benchmark):
 
     def draw(self, results: list[dict[str, Any]]) -> None:
         converge_report.draw(results, self.output / "converge.png")
+
+
+def on_all_ranks(function: Callable[[], T]) -> T:
+    """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them; a collective call."""
+    result, problem = None, None
+    try:
+        result = function()
+    except ValueError as error:
+        problem = error
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise ValueError(f"Rank {rank} cannot train: {text}")
+    return cast(T, result)
 
 
 def parse_method(text: str) -> Callable[[Task], Training]:
@@ -185,8 +229,8 @@ def evaluate(task: Task, module: torch.nn.Module) -> float:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share: Dataset[Any] = Subset(task.test_set, range(rank, len(cast(Sized, task.test_set)), world_size))
     total = torch.zeros(2, dtype=torch.float64)
-    for batch in DataLoader(share, batch_size=100):
-        score, number = task.score(module, batch)
+    for batch in DataLoader(share, batch_size=100, num_workers=task.workers):
+        score, number = task.score(module, task.batch_there(batch))
         total += torch.tensor([score.item(), number], dtype=torch.float64)
     dist.all_reduce(total)
     module.train()

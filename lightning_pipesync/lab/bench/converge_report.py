@@ -165,8 +165,10 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def title_of(result: dict[str, Any]) -> str:
-    """Returns the task and the number of hosts."""
-    return f"{result['settings']['task']} on {result['world_size']} hosts"
+    """Returns the task, its model if one was chosen, and the number of hosts."""
+    settings = result["settings"]
+    model = f" with {chosen}" if (chosen := settings.get("model")) else ""
+    return f"{settings['task']}{model} on {result['world_size']} hosts"
 
 
 def by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

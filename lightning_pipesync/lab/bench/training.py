@@ -61,7 +61,7 @@ class Training:
 
     def __init__(self, task: Task, name: str, config: Any) -> None:
         self.task = task
-        model = BenchModel(task.name, task.build_module(), [], lambda rank: None, task.loss, task.optimizer)
+        model = BenchModel(task.name, task.build_module_there(), [], lambda rank: None, task.loss, task.optimizer)
         self.candidate = _candidate(task, model, name, config)
         self.candidate.max_norm = task.max_norm
         self.own_pace = isinstance(self.candidate, MethodCandidate) and self.candidate.declared.own_pace
@@ -79,7 +79,8 @@ class Training:
     def loader(self, seed: int) -> TrainLoader:
         """Returns this rank's training loader, whose iterations are successive epochs; a collective call."""
         loader: DataLoader[Any]
-        loader = DataLoader(self.task.train_set, self.task.batch_size, sampler=self._sampler(seed))
+        task = self.task
+        loader = DataLoader(task.train_set, task.batch_size, sampler=self._sampler(seed), num_workers=task.workers)
         if isinstance(self.candidate, MethodCandidate):
             prepared: TrainLoader = self.candidate.sync.prepare_train_loader(loader, seed)
             return prepared
@@ -87,7 +88,7 @@ class Training:
 
     def step(self, batch: Any) -> None:
         """Takes one training step."""
-        self.candidate.step(batch)
+        self.candidate.step(self.task.batch_there(batch))
 
     def consolidated(self) -> AbstractContextManager[nn.Module]:
         """Within it, the module has the consolidated weights; a collective call."""
@@ -154,7 +155,7 @@ class Training:
         all_seconds: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(all_seconds, seconds_of)
         holders = {i: rank for rank, held in enumerate(all_seconds) for i in held}
-        module = self.task.build_module()
+        module = self.task.build_module_there()
         for i in sorted(holders):
             if i in copies:
                 module.load_state_dict(copies[i][1])

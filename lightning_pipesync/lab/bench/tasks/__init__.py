@@ -1,27 +1,102 @@
-"""Tasks to train to a target quality, with data that needs no download."""
+"""Tasks to train to a target quality: with data that packages ship, and with the papers' data, of the user's disk."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-from lightning_pipesync.lab.bench.tasks.digits import digits
-from lightning_pipesync.lab.bench.tasks.task import Task, evaluations
+from lightning_pipesync.lab.bench.tasks import cifar, words
+from lightning_pipesync.lab.bench.tasks import imagenet as image_files
+from lightning_pipesync.lab.bench.tasks.digits import digits, resnet_digits
+from lightning_pipesync.lab.bench.tasks.layout import Layout
+from lightning_pipesync.lab.bench.tasks.recipes import RECIPES, Recipe
+from lightning_pipesync.lab.bench.tasks.task import DEVICES, Task, evaluations
 from lightning_pipesync.lab.bench.tasks.topics import topics
 
-__all__ = ["EVALUATED_ON", "TASKS", "Task", "build_task", "evaluations"]
+__all__ = [
+    "EVALUATED_ON",
+    "READ_TASKS",
+    "RECIPES",
+    "TASKS",
+    "Task",
+    "build_task",
+    "check_choice",
+    "check_data",
+    "evaluations",
+]
 
 #: The tasks by name.
-TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "topics": topics}
+TASKS: dict[str, Callable[[], Task]] = {
+    "digits": digits,
+    "resnet_digits": resnet_digits,
+    "topics": topics,
+    "words": words.words,
+}
+#: By name the tasks of the papers, which read their data from a folder, with its layout.
+READ_TASKS: dict[str, tuple[Callable[[Path, Recipe], Task], Layout]] = {
+    "cifar10": (cifar.cifar10, cifar.CIFAR10_LAYOUT),
+    "cifar100": (cifar.cifar100, cifar.CIFAR100_LAYOUT),
+    "imagenet": (image_files.imagenet, image_files.LAYOUT),
+    "wikitext": (words.wikitext, words.LAYOUT),
+}
 #: The sets that the quality can be measured on.
 EVALUATED_ON = ("test", "validation")
 
 
-def build_task(name: str, evaluate_on: str = "test") -> Task:
+def build_task(
+    name: str,
+    evaluate_on: str = "test",
+    data: Path | str | None = None,
+    model: str | None = None,
+    workers: int = 0,
+    device: str = "cpu",
+) -> Task:
     """Returns the task of a name; with ``evaluate_on="validation"``, that of :meth:`Task.with_validation`.
 
+    Args:
+        name: in :data:`TASKS` or :data:`READ_TASKS`.
+        evaluate_on: in :data:`EVALUATED_ON`.
+        data: the folder with the data set, for :data:`READ_TASKS`.
+        model: the model of a paper, in :data:`RECIPES`; None: the first one.
+        workers: number of processes that load the samples of each rank.
+        device: in :data:`DEVICES`.
+
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name or the model is unknown, or the data set is not in the folder.
         ModuleNotFoundError: the package with its data is not installed.
     """
-    if name not in TASKS:
-        raise ValueError(f"task={name!r} is not known; there are {', '.join(TASKS)}.")
-    task = TASKS[name]()
+    check_choice(name, data, model, workers, device)
+    if name in TASKS:
+        task = TASKS[name]()
+    else:
+        read, _ = READ_TASKS[name]
+        task = read(Path(data or ""), RECIPES[name][model or next(iter(RECIPES[name]))])
+    task = replace(task, workers=workers, device=device)
     return task if evaluate_on == "test" else task.with_validation()
+
+
+def check_choice(name: str, data: Path | str | None, model: str | None, workers: int, device: str) -> None:
+    """Raises ValueError if there is no such task, or the other options are not for it; reads nothing."""
+    if name not in TASKS and name not in READ_TASKS:
+        raise ValueError(f"task={name!r} is not known; there are {', '.join([*TASKS, *READ_TASKS])}.")
+    for option, value in (("data", data), ("model", model)):
+        if name in TASKS and value is not None:
+            raise ValueError(
+                f"{option}={str(value)!r} has no effect on task={name!r}, which has data and a model of its own: leave "
+                f"it out, or choose a task of {', '.join(READ_TASKS)}."
+            )
+    if workers < 0:
+        raise ValueError(f"workers must be at least 0, got {workers!r}.")
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r} must be one of {', '.join(DEVICES)}.")
+    if name in READ_TASKS:
+        if data is None:
+            _, layout = READ_TASKS[name]
+            raise ValueError(f"task={name!r} needs data=FOLDER. {layout.expected}")
+        if model is not None and model not in RECIPES[name]:
+            raise ValueError(f"model={model!r} is not one of task={name!r}: {', '.join(RECIPES[name])}.")
+
+
+def check_data(name: str, data: Path | str | None) -> None:
+    """Raises ValueError if a file of the task's data set is missing; reads none."""
+    if name in READ_TASKS:
+        READ_TASKS[name][1].check(Path(data or ""))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset
 
+from lightning_pipesync.core.torch_private import map_tensors
+
+#: The devices on which a task is trained.
+DEVICES = ("cpu", "cuda")
 #: The part of the training data that is held out for validation.
 VALIDATION_SHARE = 0.1
 
@@ -21,7 +27,7 @@ VALIDATION_SHARE = 0.1
 class Task:
     """A training without the communication of its ranks."""
 
-    #: The name in ``TASKS``.
+    #: The name in ``TASKS`` or ``READ_TASKS``.
     name: str
     #: Builds the model; its weights come from torch's global generator.
     build_module: Callable[[], nn.Module]
@@ -55,13 +61,41 @@ class Task:
     labels: Tensor | None = None
     #: The number of labels that each rank holds; None: a sampler gives each rank an equal share.
     labels_per_worker: int | None = None
+    #: The samples of ``train_set`` as those of a test set are, without augmentation; None: they have none.
+    plain_train_set: Dataset[Any] | None = None
+    #: The number of processes that load the samples of each rank; 0: the rank itself does.
+    workers: int = 0
+    #: The type of the device on which each rank trains.
+    device: str = "cpu"
+
+    def build_module_there(self) -> nn.Module:
+        """Returns a new model on the device."""
+        return self.build_module().to(self.device)
+
+    def batch_there(self, batch: Any) -> Any:
+        """Returns a batch on the device."""
+        return batch if self.device == "cpu" else map_tensors(lambda tensor: tensor.to(self.device), batch)
 
     @classmethod
-    def classification(cls, *, train_set: TensorDataset, **rest: Any) -> Task:
-        """Returns a task whose quality is the accuracy in %, on inputs and labels."""
-        shown: dict[str, Any] = {"quality": lambda share: 100 * share, "metric": "accuracy %", "higher_is_better": True}
-        labels = train_set.tensors[1]
-        return cls(train_set=train_set, labels=labels, loss=_cross_entropy, score=_num_correct, **shown, **rest)
+    def classification(cls, *, labels: Tensor, top: int = 1, **rest: Any) -> Task:
+        """Returns a task whose quality is the accuracy in %, on inputs and labels, which ``train_set`` has, too.
+
+        An output is right if the label is among the ``top`` largest.
+        """
+        metric = "accuracy %" if top == 1 else f"top-{top} accuracy %"
+        shown: dict[str, Any] = {"quality": lambda share: 100 * share, "metric": metric, "higher_is_better": True}
+        return cls(labels=labels, loss=_cross_entropy, score=partial(_num_correct, top=top), **shown, **rest)
+
+    @classmethod
+    def language_model(cls, *, unit: str, **rest: Any) -> Task:
+        """Returns a task whose quality is the perplexity per ``unit``, on windows of numbers with the next."""
+        shown: dict[str, Any] = {"quality": math.exp, "metric": f"perplexity per {unit}", "higher_is_better": False}
+        return cls(loss=_mean_of_window, score=_sum_of_window, **shown, **rest)
+
+    @property
+    def samples_to_test_on(self) -> Dataset[Any]:
+        """The samples of ``train_set`` without augmentation."""
+        return self.train_set if self.plain_train_set is None else self.plain_train_set
 
     def divided(self, share: float) -> tuple[Tensor, Tensor]:
         """Splits the indices of ``train_set`` into a part of this share and the rest, with a fixed seed."""
@@ -78,7 +112,8 @@ class Task:
         return replace(
             self,
             train_set=Subset(self.train_set, kept.tolist()),
-            test_set=Subset(self.train_set, held_back.tolist()),
+            test_set=Subset(self.samples_to_test_on, held_back.tolist()),
+            plain_train_set=None if self.plain_train_set is None else Subset(self.plain_train_set, kept.tolist()),
             labels=None if self.labels is None else self.labels[kept],
         )
 
@@ -103,6 +138,20 @@ def _cross_entropy(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(module(batch[0]), batch[1])
 
 
-def _num_correct(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def _num_correct(module: nn.Module, batch: tuple[Tensor, Tensor], top: int) -> tuple[Tensor, int]:
     inputs, labels = batch
-    return (module(inputs).argmax(dim=1) == labels).sum(), len(labels)
+    outputs = module(inputs)
+    largest = outputs.topk(min(top, outputs.shape[1]), dim=1).indices
+    return (largest == labels.unsqueeze(1)).sum(), len(labels)
+
+
+def _mean_of_window(module: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    total, number = _sum_of_window(module, batch)
+    return total / number
+
+
+def _sum_of_window(module: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
+    """Returns the negative log-likelihood of all but the first of each window, summed, and their number."""
+    [numbers] = batch
+    answers = numbers[:, 1:]
+    return cross_entropy(module(numbers[:, :-1]).flatten(0, 1), answers.flatten(), reduction="sum"), answers.numel()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
@@ -30,26 +27,16 @@ def topics() -> Task:
     # Each window of _CONTEXT characters, with the next character.
     windows = encoded.unfold(0, _CONTEXT + 1, _CONTEXT)
     boundary = len(windows) * 9 // 10
-    return Task(
+    return Task.language_model(
         name="topics",
+        unit="character",
         build_module=lambda: TransformerLM(hidden=128, depth=2, heads=4, vocabulary=len(alphabet), length=_CONTEXT),
         train_set=TensorDataset(windows[:boundary]),
         test_set=TensorDataset(windows[boundary:]),
         batch_size=16,
         epochs=3,
-        loss=lambda module, batch: _negative_log_likelihood(module, batch) / batch[0][:, 1:].numel(),
-        score=lambda module, batch: (_negative_log_likelihood(module, batch), batch[0][:, 1:].numel()),
-        quality=math.exp,
-        metric="perplexity per character",
-        higher_is_better=False,
         target=5.0,
         optimizer=lambda module: AdamW(module.parameters(), lr=_LEARNING_RATE),
         scheduler=lambda optimizer, steps: OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps + 1, pct_start=0.1),
         max_norm=1.0,
     )
-
-
-def _negative_log_likelihood(module: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    """Returns the sum over all characters except the first of each window."""
-    [text] = batch
-    return cross_entropy(module(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
