@@ -16,7 +16,6 @@ from lightning_pipesync.lab.bench.benchmark import progress_bar
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table, with_interval
-from lightning_pipesync.lab.bench.tasks import build_task
 
 Run = dict[str, Any]
 
@@ -37,7 +36,7 @@ class Pipeline(PipelineOptions):
         Returns:
             Settings, environment, and ``runs``: the results of :func:`~.pipeline_training.train`.
         """
-        task, runs = build_task(self.task), []
+        task, runs = self.build_task(), []
         grid = list(itertools.product(self.batch_sizes, self.seeds, self.learning_rates, self.methods))
         if self.model in AT_ONCE:
             trainings = train_at_once(task, self)

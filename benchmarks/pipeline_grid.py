@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.layered import Residual
 from benchmarks.pipeline_training import (
-    MODELS,
     Data,
     PipelineOptions,
     least_pipeline,
@@ -86,12 +85,11 @@ def _train(task: Task, members: list[Member], batch_size: int, settings: Pipelin
 
 def _trainings(task: Task, members: list[Member], settings: PipelineOptions) -> Trainings[Dense]:
     """Returns the trainings, with the same initial weights as in the engine."""
-    models: dict[int, nn.Module] = {}
+    models: dict[int, nn.Sequential] = {}
     for _, _, seed in members:
         torch.manual_seed(seed)
-        models.setdefault(seed, MODELS[settings.model](task))
+        models.setdefault(seed, settings.build_model(task))
     model = models[members[0][2]]
-    assert isinstance(model, nn.Sequential)
     initial = torch.stack([parameters_to_vector(models[seed].parameters()).detach() for _, _, seed in members])
     rates = torch.tensor([[rate] for _, rate, _ in members])
     pipelines = [least_pipeline(method, seed, settings.stages) for method, _, seed in members]

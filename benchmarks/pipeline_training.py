@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,16 +16,16 @@ import benchmarks.mnist1d  # noqa: F401 - adds it to the tasks
 from benchmarks import layered
 from lightning_pipesync.lab.bench.benchmark import Command
 from lightning_pipesync.lab.bench.named_settings import parse_named
-from lightning_pipesync.lab.bench.tasks import Task, evaluations
+from lightning_pipesync.lab.bench.tasks import READ_TASKS, Task, build_task, check_choice, evaluations
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 Error = TypeVar("Error")
 
 #: The methods. ``sgd``, without a delay, is the baseline.
 METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe")
-#: Tasks whose quality is the accuracy on a test set.
-TASKS = ("digits", "mnist1d")
-#: Factories of the models of a task, by name.
+#: Tasks whose quality is the accuracy on a test set; the papers' data are read from a folder.
+TASKS = ("digits", "mnist1d", "cifar10", "cifar100", "imagenet")
+#: Factories of the models of a task, by name; those of the papers are their tasks' own.
 MODELS: dict[str, Callable[[Task], nn.Module]] = {
     "resnet": lambda _: layered.resnet(),
     "vgg": lambda _: layered.vgg(),
@@ -46,9 +46,14 @@ class PipelineOptions(Command):
     """The options of the trainings of a study.
 
     Attributes:
-        task: digits (scikit-learn's) or mnist1d (digits as signals); resnet and vgg are for digits.
-        model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), mlp (8 dense
-            layers) or residual_mlp (50), whose trainings are made many at once, some hundred times as fast.
+        task: digits (scikit-learn's) or mnist1d (digits as signals); resnet and vgg are for digits. Or the papers'
+            cifar10, cifar100 or imagenet, with --data.
+        data: Folder with the data set of cifar10, cifar100 or imagenet, as of pipesync bench converge.
+        workers: Number of processes that load samples. 0: this process loads them.
+        device: cpu or cuda.
+        model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), mlp (8 dense layers) or
+            residual_mlp (50), whose trainings are made many at once, some hundred times as fast. Of cifar10: vgg16 or
+            resnet101; cifar100: resnet34 or vgg11; imagenet: resnet50 or alexnet.
         stages: Number of stages, which is the number of mini-batches in flight.
         methods: sgd (one stage), pipedream, weight_stashing, spectrain, naive or ea_pipe, each with settings if need
             be: NAME:SETTING=VALUE,SETTING=VALUE.
@@ -64,6 +69,9 @@ class PipelineOptions(Command):
     """
 
     task: str = "digits"
+    data: str | None = None
+    workers: int = 0
+    device: str = "cpu"
     model: str = "resnet"
     stages: int = 50
     methods: tuple[str, ...] = ("sgd", "pipedream", "spectrain", "naive", "ea_pipe:elastic_force=0.1")
@@ -77,9 +85,12 @@ class PipelineOptions(Command):
     evaluations: int = 20
 
     def __post_init__(self) -> None:
-        for name, known in (("task", TASKS), ("model", tuple(MODELS))):
+        for name, known in (("task", TASKS), ("model", (self.model,) if self.is_read else tuple(MODELS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; there are {', '.join(known)}.")
+        check_choice(self.task, self.data, self.model if self.is_read else None, self.workers, self.device)
+        if self.device != "cpu" and self.model in AT_ONCE:
+            raise ValueError(f"device={self.device!r} with model={self.model!r}: its trainings are made at once here.")
         for name in ("methods", "learning_rates", "batch_sizes", "seeds"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -92,6 +103,22 @@ class PipelineOptions(Command):
                 raise ValueError(f"{name} must be at least 0 and less than 1, got {getattr(self, name)!r}.")
         for method in self.methods:
             parse_method(method, 0)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the task reads its data from a folder, and has the papers' models."""
+        return self.task in READ_TASKS
+
+    def build_task(self) -> Task:
+        """Returns the task with the model of the settings."""
+        model = self.model if self.is_read else None
+        return build_task(self.task, data=self.data, model=model, workers=self.workers, device=self.device)
+
+    def build_model(self, task: Task) -> nn.Sequential:
+        """Returns the model; its weights come from torch's global generator."""
+        model = (task.build_module() if self.is_read else MODELS[self.model](task)).to(task.device)
+        assert isinstance(model, nn.Sequential)
+        return model
 
 
 def parse_method(text: str, seed: int) -> EAPipeConfig:
@@ -116,7 +143,7 @@ class Data:
         held_out, rest = (part.tolist() for part in task.divided(validation))
         if not held_out:
             return cls(task.train_set, None, task.test_set)
-        return cls(Subset(task.train_set, rest), Subset(task.train_set, held_out), task.test_set)
+        return cls(Subset(task.train_set, rest), Subset(task.samples_to_test_on, held_out), task.test_set)
 
     def errors_of(self, error_on: Callable[[Dataset[Any]], Error]) -> dict[str, Error]:
         """Returns the results of ``error_on``: ``error`` on the test set, and ``validation`` if there is such a set."""
@@ -135,8 +162,7 @@ def train(
     """
     data = Data.of(task, settings.validation)
     torch.manual_seed(seed)  # the same weights for every method
-    model = MODELS[settings.model](task)
-    assert isinstance(model, nn.Sequential)
+    model = settings.build_model(task)
     optimizers: list[Optimizer] = []
 
     def optimizer_of(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -147,7 +173,9 @@ def train(
     engine = build_engine(model, optimizer_of, method, seed, settings.stages)
     order = torch.Generator().manual_seed(seed)
     # A smaller last mini-batch would have the weight of a whole one, and batch norm needs more than one sample.
-    loader = DataLoader(data.train, batch_size, shuffle=True, generator=order, drop_last=True)
+    loader = DataLoader(data.train, batch_size, shuffle=True, generator=order, drop_last=True, num_workers=task.workers)
+    if not len(loader):
+        raise ValueError(f"batch_sizes: the {len(cast(Sized, data.train))} samples are less than one of {batch_size}.")
     num_steps = settings.epochs * len(loader)
     reduced, evaluated = reductions(num_steps), evaluations(num_steps, settings.evaluations)
     points: list[dict[str, float]] = []
@@ -155,7 +183,8 @@ def train(
     start = time.perf_counter()
     while steps < num_steps and not diverged:
         for batch in loader:
-            loss = engine.train_batch((batch[0], batch[1]))
+            inputs, labels = task.batch_there(batch)
+            loss = engine.train_batch((inputs, labels))
             assert loss is not None, "all stages are here"
             diverged = not bool(loss.isfinite())
             if diverged:
@@ -212,8 +241,8 @@ def quality_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
     """Returns the quality on a data set; uses no random numbers of the training."""
     model.eval()
     score = number = 0.0
-    for batch in DataLoader(dataset, batch_size=200, generator=torch.Generator()):
-        batch_score, batch_number = task.score(model, batch)
+    for batch in DataLoader(dataset, 200, num_workers=task.workers, generator=torch.Generator()):
+        batch_score, batch_number = task.score(model, task.batch_there(batch))
         score, number = score + batch_score.item(), number + batch_number
     model.train()
     return task.quality(score / number)

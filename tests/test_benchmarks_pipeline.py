@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from benchmarks import pipeline_grid, pipeline_training
 from benchmarks.pipeline import Pipeline, choice_of, outcome_of
 from benchmarks.pipeline_grid import train_at_once
 from benchmarks.pipeline_training import MODELS, Data, build_engine, parse_method, train
-from lightning_pipesync.lab.bench.tasks import build_task
+from lightning_pipesync.core.layers import flattened, numbers_of_parameters, partition
+from lightning_pipesync.lab.bench.tasks import RECIPES, build_task
 from lightning_pipesync.methods.ea_pipe import EAPipe
-from tests.bench_runs import assert_pictures, result_of
+from tests.bench_runs import assert_pictures, result_of, run_command
+from tests.tiny_data_sets import write_cifar10, write_cifar100
 
 
 @pytest.mark.parametrize(("name", "stages"), [("resnet", 50), ("vgg", 8), ("cnn", 4), ("mlp", 8)])
@@ -37,6 +40,21 @@ def test_models_can_be_cut(name: str, stages: int) -> None:
     engine.train_batch((torch.rand(4, 1, 8, 8), torch.arange(4)))
     assert len(optimizers) == stages
     assert engine.forward(torch.rand(4, 1, 8, 8)).shape == (4, 10)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "num_classes", "most"),
+    [("cifar10", "vgg16", 10, 12), ("cifar100", "resnet34", 100, 19), ("imagenet", "resnet50", 1000, 19)],
+)
+def test_networks_of_the_paper_can_be_cut(task: str, model: str, num_classes: int, most: int) -> None:
+    """Into 8 stages, and as many as they have layers or blocks with parameters."""
+    with torch.device("meta"):
+        layers = flattened(RECIPES[task][model].build(num_classes))  # type: ignore[arg-type]
+    numbers = numbers_of_parameters([layer for _, layer in layers])
+    for stages in (8, most):
+        cuts = [0, *partition(numbers, stages), len(layers)]
+        assert len(cuts) == stages + 1
+        assert all(sum(numbers[start:end]) > 0 for start, end in pairwise(cuts))
 
 
 def few_steps(model: nn.Sequential, engine: EAPipe) -> list[torch.Tensor]:
@@ -190,6 +208,37 @@ def test_many_at_once_are_the_engine(method: str, monkeypatch: pytest.MonkeyPatc
     errors = {(run["learning_rate"], run["seed"]): run["points"] for run in train_at_once(task, settings)}
     [other] = train(task, method, 0.05, 53, 1, settings)["points"]
     assert errors[0.05, 1] == [pytest.approx(other, abs=0.9)]  # an image of the validation set, of 120
+
+
+def test_data_of_the_paper(tmp_path: Path) -> None:
+    """A few images in the format of the data set, and the paper's network, in as many stages as the paper has."""
+    write_cifar100(tmp_path)
+    options = f"--task cifar100 --data {tmp_path} --model resnet34 --stages 8 --batch_sizes 6 --workers 1"
+    rest = "--methods spectrain ea_pipe:elastic_force=0.3 --learning_rates 0.01 --momentum 0.9 --seeds 0 --epochs 1"
+    result = result_of("pipeline", f"{options} {rest} --evaluations 1", tmp_path / "output")
+    assert [run["method"] for run in result["runs"]] == ["spectrain", "ea_pipe:elastic_force=0.3"]
+    for run in result["runs"]:
+        assert not run["diverged"]
+        assert 0 <= run["points"][-1]["error"] <= 100
+
+
+def test_options_for_data_of_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = {
+        "--task cifar10 --model vgg16": "task='cifar10' needs data=FOLDER. The folder has to contain cifar-10-batches",
+        f"--task cifar10 --data {tmp_path}": "model='resnet' is not one of task='cifar10': resnet101, vgg16.",
+        f"--task cifar10 --model vgg16 --data {tmp_path}": f"data='{tmp_path}' has no cifar-10-batches-py/data_batch_1",
+        "--model vgg16": "model='vgg16' is not known; there are resnet, vgg, cnn, mlp, residual_mlp.",
+        "--task wikitext": "task='wikitext' is not known",
+        "--model mlp --device cuda": "device='cuda' with model='mlp': its trainings are made at once here.",
+        "--data x": "data='x' has no effect on task='digits'",
+    }
+    for words, message in said.items():
+        assert run_command("pipeline", f"{words} --output {tmp_path / 'output'}") == 2
+        assert message in capsys.readouterr().err
+    write_cifar10(tmp_path)
+    words = f"--task cifar10 --data {tmp_path} --model vgg16 --batch_sizes 64 --output {tmp_path / 'output'}"
+    assert run_command("pipeline", words) == 2
+    assert "batch_sizes: the 16 samples are less than one of 64" in capsys.readouterr().err
 
 
 def test_validation_is_held_out() -> None:
