@@ -204,11 +204,13 @@ def test_a_table_that_does_not_fit_has_long_lines(
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_collectives(tmp_path: Path) -> None:
-    options = "--hosts 2 --sizes_mib 0.01 0.1 --codecs int8 --rounds 1"
+    options = "--hosts 4 --sizes_mib 0.01 0.1 --codecs int8 --rounds 1 --topologies torus2d tree"
     result = result_of("bench collectives", options, tmp_path)
-    assert result["world_size"] == 2
+    assert result["world_size"] == 4
+    assert {fit["implementation"] for fit in result["fits"]} == {"ours", "gloo"}, "others have other messages"
     assert result["environment"]["versions"]["torch"]
-    assert "ours: all_reduce, int8" in (tmp_path / "collectives.md").read_text()
+    for name in ("ours", "ours on a torus2d", "ours on a tree"):
+        assert f"{name}: all_reduce, int8" in (tmp_path / "collectives.md").read_text()
     assert_pictures(tmp_path, "collectives")
 
 

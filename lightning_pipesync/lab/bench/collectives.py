@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from lightning_pipesync.lab.bench.tables import table, table_of
 #: Implementation ("ours" or the backend), operation, codec.
 Key = tuple[str, str, str]
 
+#: This package, in a ring or all-to-all.
+OURS = "ours"
+
 #: By operation, whether it is one half of an all-reduce or both.
 HALVES = {"reduce_scatter": 1, "all_gather": 1, "reduce_scatter + all_gather": 2, "all_reduce": 2}
 
@@ -36,11 +39,13 @@ class Collectives(Benchmark):
     Attributes:
         sizes_mib: Sizes of the whole buffer, in MiB of fp32.
         codecs: Codecs of this package's all-reduce, in addition to none.
+        topologies: Further topologies of this package's exchanges: torus2d, as square as possible, and tree.
         rounds: Number of measurements of each operation, in turns.
     """
 
     sizes_mib: tuple[float, ...] = (0.00390625, 0.0625, 0.25, 1, 4, 16)
     codecs: tuple[str, ...] = ("bf16", "int8")
+    topologies: tuple[Literal["torus2d", "tree"], ...] = ()
     rounds: int = 7
 
     name = "collectives"
@@ -65,10 +70,13 @@ class Collectives(Benchmark):
         """
         bandwidth, world_size = measure_bandwidth(), dist.get_world_size()
         transport = Transport(timeout_s=300)
+        arranged = {name: Transport(timeout_s=300, topology=name) for name in self.topologies}
         rows: list[dict[str, Any]] = []
         for size in self.sizes_mib:
             flat = torch.ones(max(world_size, round(size * MIB / 4) // world_size * world_size))
             operations = self.operations(flat, transport)
+            for name, other in arranged.items():
+                operations |= self.own_operations(flat, other, f"ours on a {name}")
             progress(f"{size:g} MiB")
             named = {str(key): run for key, run in operations.items()}
             timed = time_round_robin(named, self.rounds, before=partial(_clear, flat))
@@ -76,15 +84,27 @@ class Collectives(Benchmark):
                 shared = {"implementation": implementation, "operation": operation, "codec": codec, **asdict(measured)}
                 limit = self.predict(LinkCost(0.0, 1 / bandwidth), operation, flat.numel() * 4, world_size)
                 rows.append({**shared, "num_bytes": flat.numel() * 4, "limit": limit})
-        transport.close()
+        for one in (transport, *arranged.values()):
+            one.close()
         fits = fit_rows(rows, world_size)
         self.add_predictions(rows, fits, world_size)
         shared = {"settings": self.settings(), "world_size": world_size, "bandwidth": bandwidth}
         return {**shared, "rows": rows, "fits": fits}
 
     def operations(self, flat: Tensor, transport: Transport) -> dict[Key, Callable[[], object]]:
-        """Returns what is timed."""
+        """Returns what is timed, besides the further topologies."""
         backend, shard = dist.get_backend(), torch.empty(flat.numel() // transport.world_size)
+        return {
+            **self.own_operations(flat, transport, OURS),
+            (backend, "all_reduce", "none"): partial(dist.all_reduce, flat),
+            (backend, "reduce_scatter", "none"): partial(reduce_scatter_single, shard, flat),
+            (backend, "all_gather", "none"): partial(all_gather_single, flat, shard),
+        }
+
+    def own_operations(
+        self, flat: Tensor, transport: Transport, implementation: str
+    ) -> dict[Key, Callable[[], object]]:
+        """Returns those of this package, on the topology of a transport."""
 
         def both_halves() -> None:
             transport.reduce_scatter(flat).wait()
@@ -94,13 +114,10 @@ class Collectives(Benchmark):
             transport.all_reduce(flat, codec=codec).wait()
 
         return {
-            ("ours", "reduce_scatter", "none"): lambda: transport.reduce_scatter(flat).wait(),
-            ("ours", "all_gather", "none"): lambda: transport.all_gather(flat).wait(),
-            ("ours", "reduce_scatter + all_gather", "none"): both_halves,
-            **{("ours", "all_reduce", codec): partial(encoded, codec) for codec in ("none", *self.codecs)},
-            (backend, "all_reduce", "none"): partial(dist.all_reduce, flat),
-            (backend, "reduce_scatter", "none"): partial(reduce_scatter_single, shard, flat),
-            (backend, "all_gather", "none"): partial(all_gather_single, flat, shard),
+            (implementation, "reduce_scatter", "none"): lambda: transport.reduce_scatter(flat).wait(),
+            (implementation, "all_gather", "none"): lambda: transport.all_gather(flat).wait(),
+            (implementation, "reduce_scatter + all_gather", "none"): both_halves,
+            **{(implementation, "all_reduce", codec): partial(encoded, codec) for codec in ("none", *self.codecs)},
         }
 
     def predict(self, link: LinkCost, operation: str, num_bytes: int, world_size: int) -> float:
@@ -110,10 +127,10 @@ class Collectives(Benchmark):
     def add_predictions(self, rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], world_size: int) -> None:
         """Adds ``predicted`` to each row, see :meth:`measure`."""
         links = {(fit["implementation"], fit["operation"]): LinkCost(fit["alpha"], fit["beta"]) for fit in fits}
-        link = links.get(("ours", "all_reduce"))
+        link = links.get((OURS, "all_reduce"))
         for row in rows:
             row["predicted"] = None
-            if link is not None and row["implementation"] == "ours" and _is_plain(row):
+            if link is not None and row["implementation"] == OURS and _is_plain(row):
                 row["predicted"] = self.predict(link, row["operation"], row["num_bytes"], world_size)
 
     def report(self, results: list[dict[str, Any]]) -> str:
@@ -138,10 +155,13 @@ class Collectives(Benchmark):
 
 
 def fit_rows(rows: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Returns alpha and beta with their errors (Eqs. 3-5) for each collective with measurements at several sizes."""
+    """Returns alpha and beta with their errors (Eqs. 3-5) for each collective with measurements at several sizes.
+
+    Not for those on a torus or a tree, whose messages are others.
+    """
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in filter(_is_plain, rows):
-        if row["operation"] in HALVES:
+        if row["operation"] in HALVES and not row["implementation"].startswith(f"{OURS} on"):
             points = groups.setdefault((row["implementation"], row["operation"]), [])
             points += [(row["num_bytes"], seconds) for seconds in row["seconds"]]
     fits = []
