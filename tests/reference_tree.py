@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.codecs import Codec
+from tests.reference_pipe_sgd import through
 
 
 def ranks_of_trees(world_size: int) -> tuple[list[int], list[int]]:
@@ -40,3 +43,18 @@ def halves_of_sum(values: Sequence[Tensor]) -> list[Tensor]:
     """The sum of each half of flat tensors, by rank: those that the roots of the two trees have."""
     trees = ranks_of_trees(len(values))
     return [tree_sum([shard_of(values[rank], half, 2) for rank in ranks]) for half, ranks in enumerate(trees)]
+
+
+def residuals_of_roots(numel: int) -> list[Tensor]:
+    """Zeros of the shape of each half."""
+    return [shard_of(torch.zeros(numel), half, 2) for half in range(2)]
+
+
+def all_reduce_on_tree(values: Sequence[Tensor], codec: Codec, dropped: Sequence[Tensor] | None) -> Tensor:
+    """The mean of flat tensors, by rank, of which each root compresses its half, once.
+
+    ``dropped``: what each root's codec dropped of its half.
+    """
+    means = [half / len(values) for half in halves_of_sum(values)]
+    residuals = [None, None] if dropped is None else dropped
+    return torch.cat([through(codec, mean, residual) for mean, residual in zip(means, residuals, strict=True)])

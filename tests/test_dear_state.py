@@ -66,6 +66,7 @@ def stopped_and_resumed(settings: dict[str, Any], former: bool = False) -> tuple
         (2, {"compression": "int8", "error_feedback": False}),
         (4, {"update": "replicated", "compression": "int8", "topology": "torus2d"}),
         (4, {"update": "sharded", "compression": "int8", "topology": "torus2d"}),
+        (3, {"compression": "int8", "topology": "tree"}),
     ],
     ids=str,
 )

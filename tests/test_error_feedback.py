@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import call_on_hosts, on_ranks
 from tests.models import Run, loss, seeded_mlp
 from tests.reference_pipe_sgd import all_reduce, divided, fused, reduce_scatter, through
+from tests.reference_tree import all_reduce_on_tree, residuals_of_roots
 
 STEPS = 8
 METHODS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -28,8 +30,13 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
     "dear, sharded, on hosts": (DeAR, {"update": "sharded", "fusion": "buffer"}),
     "dear, replicated, on hosts": (DeAR, {"update": "replicated", "fusion": "buffer"}),
+    "selsync, parameters, on hosts": (SelSync, {"delta": 0.0}),
+    "selsync, gradients, on hosts": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
+    "dear, on a tree": (DeAR, {"topology": "tree", "fusion": "buffer"}),
+    "selsync, parameters, on a tree": (SelSync, {"topology": "tree", "delta": 0.0}),
+    "selsync, gradients, on a tree": (SelSync, {"topology": "tree", "delta": 0.0, "aggregation": "gradients"}),
 }
-ON_HOSTS = {"world_size": 4, "columns": 2}
+ON_HOSTS, ON_A_TREE = {"world_size": 4, "columns": 2}, {"world_size": 3, "columns": 1}
 
 
 def sgd(parameters: Any) -> SGD:
@@ -72,9 +79,12 @@ def simulate(
     codec, models = get_codec(codec_name), [seeded_mlp() for _ in range(world_size)]
     parameters = [in_order(model, names) for model in models]
     optimizers = [sgd(own) for own in parameters]
-    common = fused(parameters[0])
+    common, on_a_tree = fused(parameters[0]), "on a tree" in method
+    average_of = all_reduce_on_tree if on_a_tree else partial(all_reduce, columns=columns)
     is_parameter = fused([torch.ones_like(one) for one in parameters[0]]).bool()
-    dropped = residuals(common.numel(), world_size, columns) if feedback else None
+    dropped: Any = None
+    if feedback:
+        dropped = residuals_of_roots(common.numel()) if on_a_tree else residuals(common.numel(), world_size, columns)
     not_sent = torch.zeros_like(common)  # of the updated weights
     weights = []
 
@@ -89,10 +99,10 @@ def simulate(
         for rank, model in enumerate(models):
             model.zero_grad()
             loss(model, step, rank).backward()
-        if method == "selsync, parameters":
+        if method.startswith("selsync, parameters"):
             for optimizer in optimizers:
                 optimizer.step()
-            common = common + all_reduce([fused(own) - common for own in parameters], codec, dropped)
+            common = common + average_of([fused(own) - common for own in parameters], codec, dropped)
         elif method.startswith("dear, sharded"):
             gradients = [fused([p.grad for p in own]) for own in parameters]
             average = torch.cat(reduce_scatter(gradients, codec, dropped[0] if dropped else None, columns))
@@ -105,7 +115,7 @@ def simulate(
             common = common + torch.cat([through(codec, shard, None) for shard in moved])
             not_sent = updated - common if feedback else not_sent
         else:
-            average = all_reduce([fused([p.grad for p in own]) for own in parameters], codec, dropped, columns)
+            average = average_of([fused([p.grad for p in own]) for own in parameters], codec, dropped)
             write(parameters[0], average, gradients=True)
             optimizers[0].step()
             common = fused(parameters[0])
@@ -120,7 +130,9 @@ def simulate(
 @pytest.mark.parametrize("feedback", [True, False])
 def test_all_methods_follow_one_rule(method: str, codec: str, feedback: bool) -> None:
     """Pipe-SGD's own reference is that of test_pipe_sgd.py."""
-    ranks = ON_HOSTS if "on hosts" in method else {"world_size": 2, "columns": 1}
+    ranks = {"world_size": 2, "columns": 1}
+    for words, others in (("on hosts", ON_HOSTS), ("on a tree", ON_A_TREE)):
+        ranks = others if words in method else ranks
     outcomes = on_ranks(call_on_hosts, ranks["world_size"], ranks["columns"], train, method, codec, feedback)
     names, weights = outcomes[0]
     reference = simulate(method, codec, feedback, names, **ranks)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import CODECS, get_codec
 from lightning_pipesync.core.comm import tree
 from lightning_pipesync.core.comm.messages import CheckedMessages, Messages
@@ -27,8 +26,7 @@ from lightning_pipesync.methods.dear import DeARConfig
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_raised, raised
 from tests.models import assert_same, train_ddp
-from tests.reference_pipe_sgd import through
-from tests.reference_tree import halves_of_sum, ranks_of_trees
+from tests.reference_tree import all_reduce_on_tree, halves_of_sum, ranks_of_trees, residuals_of_roots
 from tests.test_dear import STEPS, train
 
 T = TypeVar("T")
@@ -139,15 +137,10 @@ def test_roots_encode_sums_once(codec: str, with_feedback: bool) -> None:
     outcomes = on_threads(5, partial(averages, codec=codec, with_feedback=with_feedback))
     index = 0
     for numel in NUMELS:
-        dropped = [torch.zeros_like(shard_of(torch.zeros(numel), half, 2)) for half in range(2)]
+        dropped = residuals_of_roots(numel) if with_feedback else None
         for round_ in range(ROUNDS):
-            halves = halves_of_sum([values(numel, rank, round_) for rank in range(5)])
-            expected = torch.cat(
-                [
-                    through(get_codec(codec), half / 5, residual if with_feedback else None)
-                    for half, residual in zip(halves, dropped, strict=True)
-                ]
-            )
+            of_ranks = [values(numel, rank, round_) for rank in range(5)]
+            expected = all_reduce_on_tree(of_ranks, get_codec(codec), dropped)
             for outcome in outcomes:
                 assert torch.equal(outcome[index], expected), f"{numel} values, round {round_}"
             index += 1

@@ -241,6 +241,13 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         compression: Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes the
             difference to the global weights.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
+        topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
+            rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
+            and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
+            broadcast only. ``auto``: with a lossy codec, where each of several hosts has the same number of neighboring
+            ranks, two or more, a torus with a row for each host; otherwise flat.
+        torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
+            a strategy, the ranks of a host, if there are several.
         partition: Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync,
             Section III-D).
         full_pass: With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data.
@@ -297,6 +304,8 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         average_optimizer_states: bool = False,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
+        torus_columns: int | None = None,
         partition: Literal["seldp", "defdp"] = "defdp",
         full_pass: bool = False,
         injection: tuple[float, float] | None = None,
@@ -447,9 +456,13 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
             compresses its gradient once.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes; not in the
             paper.
-        topology: ``auto``: with a lossy codec, where each of several hosts has the same number of neighboring ranks,
-            two or more, the ranks of a host sum their gradients as they are, and hosts exchange the encoded sums.
-            ``flat``: every rank exchanges with every other, as everywhere else.
+        topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
+            rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
+            and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
+            broadcast only. ``auto``: with a lossy codec, where each of several hosts has the same number of neighboring
+            ranks, two or more, a torus with a row for each host; otherwise flat.
+        torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
+            a strategy, the ranks of a host, if there are several.
         pipeline_level: 1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is
             ready (Fig. 7).
         segments: L: number of segments of about the same size into which level 2 divides the gradient.
@@ -495,7 +508,8 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
         staleness: int = 1,
         compression: Codec | str = "none",
         error_feedback: bool = True,
-        topology: Literal["auto", "flat"] = "auto",
+        topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
+        torus_columns: int | None = None,
         pipeline_level: Literal[1, 2] = 1,
         segments: int = 4,
         warmup_steps: int = 0,
@@ -549,6 +563,13 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         compression: Codec of a synchronized step: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. With
             parameter aggregation it encodes the difference to the parameters of the last synchronized step.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
+        topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
+            rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
+            and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
+            broadcast only. ``auto``: with a lossy codec, where each of several hosts has the same number of neighboring
+            ranks, two or more, a torus with a row for each host; otherwise flat.
+        torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
+            a strategy, the ranks of a host, if there are several.
         bucket_mb: Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
         check_messages: Whether Gloo's messages have checksums, so that one which was damaged on its way ends the
@@ -592,6 +613,8 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         injection: tuple[float, float] | None = None,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
+        torus_columns: int | None = None,
         bucket_mb: float = 25.0,
         timeout_s: float = 1800.0,
         check_messages: bool = False,

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from lightning_pipesync.core.codecs import get_codec
@@ -15,6 +15,9 @@ from lightning_pipesync.core.faults.lighthouse import ADDRESS
 from lightning_pipesync.methods.setting_types import Compression, checked
 
 Config = TypeVar("Config", bound="Settings")
+
+#: How ranks are arranged for all-reduces, see :class:`Transport`.
+Topology = Literal["auto", "flat", "torus2d", "tree"]
 
 #: Orders of the training data.
 Partition = Literal["seldp", "defdp"]
@@ -49,6 +52,9 @@ class Settings:
     compression: Compression = "none"
     error_feedback: bool = False
 
+    topology: Topology = "flat"
+    torus_columns: int | None = None
+
     checkpoint_replicas: bool = True
 
     def __post_init__(self) -> None:
@@ -59,6 +65,10 @@ class Settings:
             object.__setattr__(self, field.name, value)
         self._check("timeout_s", 0 < self.timeout_s < math.inf, "a positive number of seconds")
         get_codec(self.compression)
+        if self.torus_columns is not None and (self.topology != "torus2d" or self.torus_columns < 1):
+            raise ValueError(
+                f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
+            )
 
     def _check(self, name: str, fits: bool, words: str) -> None:
         """Raises a ValueError that says what a setting must be, and its value, unless it ``fits``."""
@@ -100,6 +110,11 @@ class Settings:
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
+    def arrangement(self) -> dict[str, Any]:
+        """The arguments of a :class:`Transport` that say how ranks are arranged for all-reduces."""
+        return {"topology": self.topology, "torus_columns": self.torus_columns, "codec": self.compression}
+
+    @property
     def num_jobs(self) -> int | None:
         """The number of jobs, each with one replica, with which a training begins; None: replicas are not jobs."""
         return None
@@ -123,7 +138,9 @@ class Settings:
         return self
 
     def on_hosts_of(self: Config, num_processes: int, world_size: int) -> Config:
-        """Returns the settings for hosts with ``num_processes`` ranks each."""
+        """Returns the settings for hosts with ``num_processes`` ranks each: rows of a torus are hosts, unless set."""
+        if self.topology == "torus2d" and self.torus_columns is None and 1 < num_processes < world_size:
+            return replace(self, torus_columns=num_processes)
         return self
 
 
@@ -188,9 +205,9 @@ def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise:
         )
 
 
-def with_topology(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the topology to saved settings with residuals: a checkpoint without one is of a flat exchange."""
-    return {"topology": "flat", **saved} if saved["error_feedback"] else {**saved}
+def with_topology(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the topology to saved settings if the present ones have it: a checkpoint without is of a flat exchange."""
+    return {"topology": "flat", **saved} if "topology" in present else {**saved}
 
 
 def check_launch(method: str, settings: Settings) -> None:

@@ -266,7 +266,7 @@ class SyncMethod(StepCalls):
 
     def _transport_settings(self) -> dict[str, Any]:
         """Returns further arguments of the method's :class:`Transport`."""
-        return {}
+        return self.config.arrangement
 
     def _agreed_parameters(self) -> list[NamedParameter]:
         """Checks that all ranks have the same parameters, hooks their gradients and returns them; a collective call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -12,11 +12,10 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.dtensors import ELEMENTWISE
 from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import Settings, renamed
+from lightning_pipesync.methods.settings import Settings, Topology, renamed
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
-Topology = Literal["auto", "flat", "torus2d", "tree"]
 FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
 
@@ -106,10 +105,6 @@ class DeARConfig(Settings):
         smallest, largest = self.search_mb
         self._check("search_mb", 0 < smallest < largest < math.inf, "a smaller and a larger number of MiB")
         self._check_least(trial_steps=4, max_trials=1, num_layers=1)
-        if self.torus_columns is not None and (self.topology != "torus2d" or self.torus_columns < 1):
-            raise ValueError(
-                f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
-            )
         if self.topology == "tree" and self.update == "sharded":
             raise ValueError(
                 "update='sharded' needs a shard on every rank, and topology='tree' sums each bucket on two ranks, its "
@@ -166,12 +161,6 @@ class DeARConfig(Settings):
         """Returns whether this optimizer is known to be element-wise."""
         # A subclass of an element-wise optimizer may not be one.
         return type(optimizer) in (*ELEMENTWISE, *self.elementwise)
-
-    def on_hosts_of(self, num_processes: int, world_size: int) -> DeARConfig:
-        """Returns these settings with rows of ``num_processes`` ranks for a torus, unless they are set."""
-        if self.topology == "torus2d" and self.torus_columns is None and 1 < num_processes < world_size:
-            return replace(self, torus_columns=num_processes)
-        return self
 
     def first_fusion(self) -> Fusion:
         """Returns how tensors are fused, before a search changes it."""

@@ -291,7 +291,8 @@ class DeAR(SyncMethod):
         Raises:
             ValueError: the state is of other settings, or of another number of ranks.
         """
-        saved, present = with_topology(state["settings"]), self._shape_settings()
+        present = self._shape_settings()
+        saved = with_topology(state["settings"], present)
         as_many = len(saved["sharded"]) == len(present["sharded"])
         if as_many and not (saved["error_feedback"] or present["error_feedback"]):
             present["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights
@@ -344,13 +345,6 @@ class DeAR(SyncMethod):
     def _averaged_gradients(self, index: int) -> list[Tensor]:
         """Returns what this rank has of the averaged gradient: its shards, and all that is gathered."""
         return [values for bucket in self._fused.of_optimizer(index) for values in bucket.averaged]
-
-    def _transport_settings(self) -> dict[str, Any]:
-        return {
-            "topology": self.config.topology,
-            "torus_columns": self.config.torus_columns,
-            "codec": self.config.compression,
-        }
 
     @property
     def _effective_config(self) -> DeARConfig:

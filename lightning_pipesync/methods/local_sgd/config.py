@@ -16,7 +16,7 @@ from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.neighbors import Neighbors
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, renamed
+from lightning_pipesync.methods.settings import Partition, Topology, renamed
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 
@@ -113,6 +113,17 @@ class LocalSGDConfig(ReplicaSettings):
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
+    topology: Topology = "auto"
+    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
+    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
+    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
+    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
+    a row for each host; otherwise flat."""
+
+    torus_columns: int | None = None
+    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
+    ranks of a host, if there are several."""
+
     partition: Partition = "defdp"
     """Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync, Section
     III-D)."""
@@ -175,7 +186,9 @@ class LocalSGDConfig(ReplicaSettings):
         """Raises a ValueError if replicas average with neighbors, and a setting needs the average of all."""
         if self.neighbors == "all":
             return
+        arranged = self.topology in ("torus2d", "tree")
         excluded = {
+            "topology": (self.topology if arranged else "auto", "auto", "arranges all replicas"),
             "outer_optimizer": (self.outer_optimizer, "none", "moves global weights by the average of all replicas"),
             "participation": (self.participation, 1.0, "leaves replicas out"),
             "period": (self.period if self.period == BY_GRADIENT else 16, 16, "has all replicas meet at each step"),

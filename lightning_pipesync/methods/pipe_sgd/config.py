@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Settings, Topology
 
-Topology = Literal["auto", "flat"]
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
 
 
@@ -37,9 +36,15 @@ class PipeSGDConfig(Settings):
     """Whether the error of a lossy codec is added to the next values that it encodes; not in the paper."""
 
     topology: Topology = "auto"
-    """``auto``: with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more,
-    the ranks of a host sum their gradients as they are, and hosts exchange the encoded sums. ``flat``: every rank
-    exchanges with every other, as everywhere else."""
+    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
+    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
+    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
+    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
+    a row for each host; otherwise flat."""
+
+    torus_columns: int | None = None
+    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
+    ranks of a host, if there are several."""
 
     pipeline_level: Literal[1, 2] = 1
     """1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is ready (Fig. 7)."""

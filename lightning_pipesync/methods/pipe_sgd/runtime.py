@@ -208,7 +208,8 @@ class PipeSGD(SyncMethod):
         Raises:
             ValueError: the state is of other settings.
         """
-        check_saved(with_topology(state["settings"]), self._shape_settings(), "to begin with an empty pipeline")
+        present = self._shape_settings()
+        check_saved(with_topology(state["settings"], present), present, "to begin with an empty pipeline")
         self._queue.wait_all()
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)
@@ -239,9 +240,6 @@ class PipeSGD(SyncMethod):
             settings |= {"compression": str(config.compression), "topology": str(self.transport.topology)}
             settings |= {name: getattr(config, name) for name in names}
         return settings
-
-    def _transport_settings(self) -> dict[str, Any]:
-        return {"topology": self.config.topology, "codec": self.config.compression}
 
     def _problem(self) -> ValueError | None:
         config = self.config

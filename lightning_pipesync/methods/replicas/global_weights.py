@@ -88,6 +88,11 @@ class GlobalWeights:
         self._stepped: dict[int, _Before] = {}  # of averages under way
         self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
 
+    @property
+    def has_outer_step(self) -> bool:
+        """Whether each rank has the outer state of its shards."""
+        return self._outer is not None
+
     def subtract_from(self, index: int, flat: Tensor) -> None:
         """Replaces values of a bucket by the difference to the global ones."""
         if self._sends_differences:

@@ -28,7 +28,7 @@ from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.replicas.unit import ReplicaUnit, number_of_participants
-from lightning_pipesync.methods.settings import check_saved
+from lightning_pipesync.methods.settings import check_saved, with_topology
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -85,6 +85,8 @@ class ReplicaMethod(SyncMethod):
         settings = {name: getattr(config, name) for name in structural if name in config.__dataclass_fields__}
         if self.transport.shards is not None and "ranks_per_replica" in settings:  # set, or left to the mesh
             settings["ranks_per_replica"] = self.transport.ranks_per_replica
+        if config.uses_error_feedback or any(replicas.global_weights.has_outer_step for replicas in self._replicas):
+            settings["topology"] = str(self.transport.topology)  # which says whose residuals and outer states these are
         return {"compression": str(config.compression), "error_feedback": config.uses_error_feedback, **settings}
 
     def _transport_settings(self) -> dict[str, Any]:
@@ -98,9 +100,9 @@ class ReplicaMethod(SyncMethod):
                     f"ranks_per_replica={size!r}, and by the device mesh a replica has {by_mesh} ranks: set "
                     f"ranks_per_replica={by_mesh}, or leave it out with replicas=."
                 )
-            return {}
+            return self.config.arrangement
         if size == 1:
-            return {}
+            return self.config.arrangement
         check_group_size(size, dist.get_world_size())
         return {"topology": "rows", "torus_columns": size}
 
@@ -327,7 +329,8 @@ class ReplicaMethod(SyncMethod):
         """
         former = self.config.former_names
         settings = {former.get(name, name): value for name, value in state["settings"].items()}
-        check_saved(settings, self._shape_settings(), "to start from the averaged weights")
+        present = self._shape_settings()
+        check_saved(with_topology(settings, present), present, "to start from the averaged weights")
         self.synchronize()
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.load_state_dict(saved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.optim import Optimizer
 
@@ -57,8 +57,22 @@ class ReplicaSettings(Settings):
                 "compression='none'."
             )
         self._check_data()
+        self._check_topology()
         self._check_jobs()
         Fusion(bucket_mb=self.bucket_mb)
+
+    def _check_topology(self) -> None:
+        """Raises a ValueError if averages cannot be on a torus or a tree, or gain nothing there."""
+        if self.topology in ("torus2d", "tree") and self.ranks_per_replica > 1:
+            raise ValueError(
+                f"ranks_per_replica={self.ranks_per_replica!r} arranges the ranks in groups, which topology="
+                f"{self.topology!r} would arrange otherwise: set topology='auto', or ranks_per_replica=1."
+            )
+        if self.topology == "torus2d" and self.overlap_steps:
+            raise ValueError(
+                f"overlap_steps={self.overlap_steps!r} runs averages under the next steps, and with topology='torus2d' "
+                "they advance only while a step waits for them: set topology='flat' or 'tree', or overlap_steps=0."
+            )
 
     def _check_jobs(self) -> None:
         """Raises a ValueError if replicas come and go, and a setting needs all of them all the time."""
@@ -67,10 +81,12 @@ class ReplicaSettings(Settings):
         host, _, port = self.lighthouse.rpartition(":")
         self._check("lighthouse", bool(host) and port.isdigit(), "host:port, such as 'host0:29510'")
         self._check_least(num_replicas=1)
+        is_arranged = self.topology in ("torus2d", "tree")
         excluded = {
             "injection": (self.injection, None, "needs all ranks' rows in each batch"),
             "partition": (self.partition, "defdp", "gives each rank chunks of its own"),
             "warmup_steps": (self.warmup_steps, 0, "averages the gradients of all ranks in each step"),
+            "topology": (self.topology if is_arranged else "auto", "auto", "arranges replicas that stay"),
         }
         for name, (value, allowed, why) in excluded.items():
             if value != allowed:
@@ -90,6 +106,12 @@ class ReplicaSettings(Settings):
     @property
     def num_jobs(self) -> int | None:
         return None if self.lighthouse is None else self.num_replicas or 1
+
+    @property
+    def arrangement(self) -> dict[str, Any]:
+        """As of all methods; ``"auto"`` is flat where a torus gains nothing, and where replicas come and go."""
+        flat = self.topology == "auto" and (self.overlap_steps > 0 or self.lighthouse is not None)
+        return {**super().arrangement, "topology": "flat"} if flat else super().arrangement
 
     @property
     def codec_of_weights(self) -> tuple[str | Codec, bool]:

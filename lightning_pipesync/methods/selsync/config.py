@@ -13,7 +13,7 @@ from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition
+from lightning_pipesync.methods.settings import Partition, Topology
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
@@ -80,6 +80,17 @@ class SelSyncConfig(ReplicaSettings):
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
+
+    topology: Topology = "auto"
+    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
+    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
+    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
+    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
+    a row for each host; otherwise flat."""
+
+    torus_columns: int | None = None
+    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
+    ranks of a host, if there are several."""
 
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole."""
