@@ -86,7 +86,7 @@ METHODS = {
             "pipe_sgd",
             PipeSGD,
             exact={"staleness": 0},
-            typical=({}, {"staleness": 2, "compression": "int8"}),
+            typical=({}, {"staleness": 2, "compression": "int8", "topology": "tree"}),
             wrong=("staleness", -1),
             sharded=(0, 1),
         ),
