@@ -1,4 +1,4 @@
-"""What no paper has: the demo, how far plans are off, and what codecs and methods cost."""
+"""What no paper has: the demo, how far plans are off, what codecs and methods cost, and topologies on racks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from benchmarks.results.views import cost_of, reported, span, step_row, training
 from lightning_pipesync.lab.bench.converge_report import Row, rows_of
 from lightning_pipesync.lab.bench.tables import table_of
 
+#: Two racks of two hosts, whose uplinks have a quarter of the bandwidth of a host's link.
+_RACKS = "--hosts 4 --racks 2 --rate 200mbit --uplink 50mbit"
+
 JOBS = (
     Job("demo", "python examples/slow_network.py examples/digits.py", 3),
     Job(
@@ -27,6 +30,18 @@ JOBS = (
     Job("overhead", "python -m benchmarks.overhead --steps 20", 3),
     Job("overhead_adamw", "python -m benchmarks.overhead --steps 20 --optimizer adamw", 3),
     Job("codecs", "python -m benchmarks.codecs --threads 1", 1),
+    Job(
+        "topologies_collectives",
+        f"pipesync bench collectives {_RACKS} --topologies torus2d tree --codecs int8 --sizes_mib 0.0625 1 4",
+        6,
+    ),
+    Job(
+        "topologies_step",
+        f"pipesync bench step {_RACKS} --model emulated-resnet50 --scale 0.04 --bucket_mb 1 --ratio 1 --methods ddp "
+        "dear dear:topology=torus2d dear:topology=tree pipe_sgd pipe_sgd:topology=torus2d pipe_sgd:topology=tree "
+        "--rounds 3 --steps 2",
+        6,
+    ),
 )
 
 
@@ -141,6 +156,8 @@ EXHIBITS: tuple[Exhibit, ...] = (
     Table("demo", ("demo",), _demo),
     Picture("demo", ("demo",), _draw_demo),
     reported("plan_accuracy", "plan_accuracy"),
+    reported("topologies_collectives", "topologies_collectives"),
+    reported("topologies_step", "topologies_step"),
     Picture(
         "plan_accuracy",
         ("plan_accuracy",),
