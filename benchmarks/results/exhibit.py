@@ -160,7 +160,20 @@ class Gains:
         return table(["method", "gain", "cost"], rows).replace("---:", "---").strip()
 
 
-Shown = Table | Claims | Gains
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence with what some jobs have measured."""
+
+    name: str
+    jobs: tuple[str, ...]
+    render: Callable[[Sequence[Record]], str]
+
+    def text(self) -> str:
+        """Returns the sentence; nothing if it has not been measured."""
+        return "" if not_measured(self.jobs) else self.render(read(self.jobs))
+
+
+Shown = Table | Claims | Gains | Sentence
 Exhibit = Shown | Picture
 
 

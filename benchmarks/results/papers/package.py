@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import plan_accuracy_report
-from benchmarks.results.exhibit import Exhibit, Gain, Gains, Picture, Table
+from benchmarks.results.exhibit import Exhibit, Gain, Gains, Picture, Sentence, Table
 from benchmarks.results.job import ROOT, Job, Record
 from benchmarks.results.papers.local_sgd import LOCAL_SGD
 from benchmarks.results.views import cost_of, reported, span, step_row, training_row
@@ -144,6 +144,24 @@ def _demo(records: Sequence[Record]) -> str:
     )
 
 
+def _what_the_demo_shows(records: Sequence[Record]) -> str:
+    rows = {row["strategy"]: row for row in records[0].results[0]["table"]}
+    ddp, dear = rows["ddp"], rows["dear"]
+    local = [rows["selsync"], rows["local_sgd"]]
+    seconds = " and ".join(f"{row['seconds']:.0f} s" for row in local)
+    shares = " and ".join(f"{row['mib_sent'] / ddp['mib_sent']:.0%}" for row in local)
+    points = max(100 * (ddp["accuracy"] - row["accuracy"]) for row in local)
+    return (
+        f"DDP takes {ddp['seconds']:.0f} s; DeAR, which computes the same and cannot hide so much, "
+        f"{dear['seconds']:.0f} s; SelSync and local SGD {seconds}, within "
+        f"{max(points, 0.1):.1f} points of its accuracy, with {shares} of its bytes."
+    )
+
+
+def _what_local_sgd_gains(records: Sequence[Record]) -> str:
+    return f"A language model reaches {_local_sgd(records)}, with DiLoCo's outer step and int4."
+
+
 def _draw_demo(records: Sequence[Record], path: Path) -> None:
     [result] = records[0].results
     sys.path.insert(0, str(ROOT / "examples"))  # the examples are scripts, which import each other
@@ -154,6 +172,8 @@ def _draw_demo(records: Sequence[Record], path: Path) -> None:
 EXHIBITS: tuple[Exhibit, ...] = (
     Gains("gains", _GAINS),
     Table("demo", ("demo",), _demo),
+    Sentence("demo_sentence", ("demo",), _what_the_demo_shows),
+    Sentence("topics_sentence", ("topics_quality", "topics_time_50"), _what_local_sgd_gains),
     Picture("demo", ("demo",), _draw_demo),
     reported("plan_accuracy", "plan_accuracy"),
     reported("topologies_collectives", "topologies_collectives"),
