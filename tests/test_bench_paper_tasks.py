@@ -257,6 +257,7 @@ def test_wikitext_is_read(tmp_path: Path) -> None:
     WRITERS["wikitext"](tmp_path)
     task = build_task("wikitext", data=tmp_path)
     assert task.metric == "perplexity per word"
+    assert task.test_batch_size == 20, "logits of 267,736 words fill the memory"
     words = [word for line in (LINE * 12).splitlines() for word in [*line.split(), "<eos>"]]
     vocabulary = list(dict.fromkeys(["<unk>", *words]))
     assert len(task.train_set) == (len(words) - 1) // 35

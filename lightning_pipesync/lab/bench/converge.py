@@ -229,7 +229,7 @@ def evaluate(task: Task, module: torch.nn.Module) -> float:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share: Dataset[Any] = Subset(task.test_set, range(rank, len(cast(Sized, task.test_set)), world_size))
     total = torch.zeros(2, dtype=torch.float64)
-    for batch in DataLoader(share, batch_size=100, num_workers=task.workers):
+    for batch in DataLoader(share, task.test_batch_size, num_workers=task.workers):
         score, number = task.score(module, task.batch_there(batch))
         total += torch.tensor([score.item(), number], dtype=torch.float64)
     dist.all_reduce(total)

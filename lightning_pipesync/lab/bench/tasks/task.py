@@ -63,6 +63,8 @@ class Task:
     labels_per_worker: int | None = None
     #: The samples of ``train_set`` as those of a test set are, without augmentation; None: they have none.
     plain_train_set: Dataset[Any] | None = None
+    #: Samples that each rank tests at once.
+    test_batch_size: int = 100
     #: The number of processes that load the samples of each rank; 0: the rank itself does.
     workers: int = 0
     #: The type of the device on which each rank trains.

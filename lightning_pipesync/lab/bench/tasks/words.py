@@ -119,6 +119,7 @@ def _task(name: str, recipe: Recipe, num_words: int, train: Tensor, test: Tensor
         train_set=Windows(train, WINDOW),
         test_set=Windows(test, WINDOW),
         batch_size=recipe.batch_size,
+        test_batch_size=recipe.batch_size,  # 100 windows of WikiText's words have logits of 3.5 GiB
         epochs=recipe.epochs,
         target=recipe.target,
         optimizer=recipe.optimizer,
