@@ -64,6 +64,13 @@ def _codec(random: Random) -> str:
     return "none" if random.random() < 0.85 else random.choice(_LOSSY)
 
 
+def _with_topology(settings: Settings) -> Settings:
+    """Adds a topology, drawn from the settings themselves, so that a seed's other draws stay what they are."""
+    if settings.get("update") == "sharded" or "neighbors" in settings:  # which a tree refuses
+        return settings
+    return {**settings, "topology": Random(str(settings)).choice(["flat", "flat", "tree"])}
+
+
 def _lossless(settings: Settings) -> Check:
     return Check.REFERENCE if settings["compression"] == "none" else Check.REPETITION
 
@@ -96,7 +103,7 @@ def _draw_dear(random: Random) -> Settings:
     }
     if settings["compression"] != "none":  # a codec's errors depend on the buckets, and those of a search on time
         settings["fusion"] = "buffer"
-    return settings
+    return _with_topology(settings)
 
 
 def _dear_rounds(configuration: Configuration, settings: Settings) -> bool:
@@ -117,7 +124,7 @@ def _draw_pipe_sgd(random: Random) -> Settings:
     }
     if settings["pipeline_level"] == 1:
         settings["bucket_mb"] = random.choice([None, 1e-4, 1e-3])
-    return settings
+    return _with_topology(settings)
 
 
 def _check_pipe_sgd(settings: Settings) -> Check:
@@ -141,7 +148,7 @@ def _pipe_sgd_may_refuse(configuration: Configuration, settings: Settings) -> st
 
 # --- SelSync ----------------------------------------------------------------------------------------------------------
 def _draw_selsync(random: Random) -> Settings:
-    return {
+    settings: Settings = {
         "delta": random.choice([0.0, 0.05, 0.3, inf, "auto"]),
         "lssr": random.choice([0.5, 0.8]),
         "aggregation": random.choice(["parameters", "gradients"]),
@@ -154,6 +161,7 @@ def _draw_selsync(random: Random) -> Settings:
         "bucket_mb": random.choice([1e-4, 25.0]),
         "partition": "defdp",
     }
+    return _with_topology(settings)
 
 
 def _check_selsync(settings: Settings) -> Check:
@@ -191,10 +199,10 @@ def _draw_local_sgd(random: Random) -> Settings:
         )
     if settings.keys() & {"participation", "neighbors"}:
         settings["compression"] = "none"
-    return settings
+    return _with_topology(settings)
 
 
-_OF_PERIODIC = {"period", "warmup_steps", "lr_scale", "compression", "error_feedback", "bucket_mb"}
+_OF_PERIODIC = {"period", "warmup_steps", "lr_scale", "compression", "error_feedback", "bucket_mb", "topology"}
 
 
 def _check_local_sgd(settings: Settings) -> Check:
