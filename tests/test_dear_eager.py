@@ -219,7 +219,11 @@ def test_any_schedule_trains_with_averaged_gradients(schedule: Schedule, kind: s
 
 @pytest.mark.parametrize(
     ("world_size", "topology", "schedule"),
-    [(3, "flat", every_bucket_at_once), (3, "flat", in_pieces), (4, "torus2d", every_bucket_at_once)],
+    [
+        *((3, "flat", schedule) for schedule in (every_bucket_at_once, in_pieces)),
+        (4, "torus2d", every_bucket_at_once),
+        *((3, "tree", schedule) for schedule in (every_bucket_at_once, in_pieces)),
+    ],
 )
 def test_ranks_stay_together(world_size: int, topology: str, schedule: Schedule) -> None:
     settings = {"topology": topology}

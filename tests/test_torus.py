@@ -115,9 +115,10 @@ def test_a_torus_that_cannot_be_is_refused_on_all_ranks() -> None:
         Torus(3, None)
 
 
-def halves_at_different_times(num_rounds: int) -> bool:
-    """The second direction of the all-gather starts when it is waited for: before the reduce-scatter, or after it."""
-    transport = Transport(timeout_s=20, topology="torus2d")
+def halves_at_different_times(topology: str, num_rounds: int) -> bool:
+    """On a torus the second direction of the all-gather starts when it is waited for: before the reduce-scatter, or
+    after it; on a tree messages are passed on then."""
+    transport = Transport(timeout_s=20, topology=topology)
     queue = CommQueue("test", transport.device, transport.traffic)
     same = True
     for round_ in range(num_rounds):
@@ -135,5 +136,6 @@ def halves_at_different_times(num_rounds: int) -> bool:
     return same
 
 
-def test_operations_of_a_queue_start_in_the_same_order_on_all_ranks() -> None:
-    assert launch(halves_at_different_times, 4, 20) == [True] * 4
+@pytest.mark.parametrize("topology", ["torus2d", "tree"])
+def test_operations_of_a_queue_start_in_the_same_order_on_all_ranks(topology: str) -> None:
+    assert launch(halves_at_different_times, 4, topology, 20) == [True] * 4
