@@ -56,10 +56,10 @@ Algorithm = Literal["auto", "ring", "tree"]
 class BackendCost(MeasuredCost):
     """The cost of the backend's own all-reduce, which among other numbers of ranks takes the algorithm that it chooses.
 
-    By size and number of ranks NCCL chooses between rings and double binary trees, unless ``NCCL_ALGO`` is set. Torch's
-    Gloo always takes a ring (gloo/allreduce.cc). But no method is to gain by a poor all-reduce of DDP, which a flat
-    ring is on thousands of hosts: who trains there takes NCCL, or could. So among more than ``ring_up_to`` ranks
-    ``auto`` is the faster of both with Gloo, too.
+    By size and number of nodes NCCL chooses between rings and double binary trees (NVIDIA/nccl#754), unless
+    ``NCCL_ALGO`` is set. Torch's Gloo always takes a ring (gloo/allreduce.cc). But no method is to gain by a poor
+    all-reduce of DDP, which a flat ring is on thousands of hosts: who trains there takes NCCL, or could. So among more
+    than ``ring_up_to`` ranks ``auto`` is the faster of both with Gloo, too.
     """
 
     ring_up_to: int = 0
