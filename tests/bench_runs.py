@@ -11,6 +11,7 @@ from lightning_pipesync.cli import main
 
 #: The classes of the commands in benchmarks/; the others are those of ``pipesync``.
 CLASSES = {
+    "batch_cost": "benchmarks.batch_cost:BatchCost",
     "converge": "benchmarks.converge:Converge",
     "ea_pipe_bound": "benchmarks.ea_pipe_bound:EAPipeBound",
     "gossip": "benchmarks.gossip:Gossip",
