@@ -8,6 +8,7 @@ Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, 
 - ``large_batches``: accuracy by the size of the global mini-batch
 - ``stages``, ``pipeline``: throughput and accuracy of pipelines
 - ``batch_cost``: time and memory of a step by mini-batch
+- ``scaling``: throughput over the number of workers
 - ``sensitivity``: how gradients, the Hessian and the quality change together during a training
 - ``pipe_bound``, ``ea_pipe_bound``: trainings beside the bounds that the papers prove
 - ``gossip``: how fast replicas that average with neighbors come together

@@ -19,6 +19,7 @@ CLASSES = {
     "large_batches": "benchmarks.large_batches:LargeBatches",
     "pipeline": "benchmarks.pipeline:Pipeline",
     "plan_accuracy": "benchmarks.plan_accuracy:Accuracy",
+    "scaling": "benchmarks.scaling:Scaling",
     "sensitivity": "benchmarks.sensitivity:Sensitivity",
     "stages": "benchmarks.stages:Stages",
     "staleness": "benchmarks.staleness:Staleness",
