@@ -7,9 +7,10 @@ Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, 
 - ``staleness``: parameter servers with many learners, in simulated time
 - ``large_batches``: accuracy by the size of the global mini-batch
 - ``stages``, ``pipeline``: throughput and accuracy of pipelines
-- ``batch_cost``: time and memory of a step by mini-batch
 - ``scaling``: throughput over the number of workers
+- ``batch_cost``: time and memory of a step by mini-batch
 - ``sensitivity``: how gradients, the Hessian and the quality change together during a training
+- ``weight_density``: the weights of methods in which each rank trains its own
 - ``pipe_bound``, ``ea_pipe_bound``: trainings beside the bounds that the papers prove
 - ``gossip``: how fast replicas that average with neighbors come together
 - ``plan_accuracy``: how far the predictions of ``pipesync plan`` are off

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+#: The layer that is shown, by task: a convolution, and for the language model a norm, as in SelSync's Fig. 3.
+LAYERS = {"digits": "2.weight", "signals": "4.weight", "mnist1d": "3.1.weight", "topics": "layers.0.norm1.weight"}
 #: The number of points of a grid, and the share of the values of the first tensor that lie within it.
 NUM_POINTS, SHARE = 61, 0.99
 #: So many values of a tensor, evenly chosen, are enough for a smooth curve.
 MOST_VALUES = 4000
+
+
+def check_layer(task: str) -> None:
+    """Raises a ValueError if a task has no layer in :data:`LAYERS`."""
+    if task not in LAYERS:
+        raise ValueError(f"task={task!r} is not known; there are {', '.join(LAYERS)}.")
 
 
 def density_of(tensors: Sequence[Tensor]) -> tuple[list[float], list[list[float]]]:

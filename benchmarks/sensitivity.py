@@ -13,11 +13,11 @@ from typing import Any
 import benchmarks.mnist1d
 import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
+from benchmarks.densities import check_layer
 from benchmarks.sensitivity_training import train
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table
-from lightning_pipesync.lab.bench.tasks import TASKS
 
 Run = dict[str, Any]
 Point = dict[str, float]
@@ -53,8 +53,7 @@ class Sensitivity(Command):
 
     def __post_init__(self) -> None:
         for task in self.tasks:
-            if task not in TASKS:
-                raise ValueError(f"tasks: {task!r} is not known; there are {', '.join(TASKS)}.")
+            check_layer(task)
         if not self.seeds:
             raise ValueError("seeds must be one or more numbers.")
         self._check_positive("workers", "evaluations", "samples", "window")

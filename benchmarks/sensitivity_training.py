@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, default_collate
 
 from benchmarks.curvature import flat, top_eigenvalue
-from benchmarks.densities import density_of
+from benchmarks.densities import LAYERS, density_of
 from benchmarks.pipeline_training import quality_of
 from lightning_pipesync.lab.bench.tasks import Task, build_task, evaluations
 from lightning_pipesync.methods.replicas.gradient_change import GradientChangeTracker
@@ -20,8 +20,6 @@ from lightning_pipesync.methods.replicas.gradient_change import GradientChangeTr
 if TYPE_CHECKING:
     from benchmarks.sensitivity import Sensitivity
 
-#: The layer whose gradient is shown, by task: a convolution, and for the language model what the paper shows, too.
-LAYERS = {"digits": "2.weight", "signals": "4.weight", "mnist1d": "3.1.weight", "topics": "layers.0.norm1.weight"}
 #: The number of mini-batches among which the variance of the gradient is measured.
 NUM_PARTS = 8
 

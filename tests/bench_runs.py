@@ -24,6 +24,7 @@ CLASSES = {
     "stages": "benchmarks.stages:Stages",
     "staleness": "benchmarks.staleness:Staleness",
     "step": "benchmarks.step:Step",
+    "weight_density": "benchmarks.weight_density:WeightDensity",
 }
 
 

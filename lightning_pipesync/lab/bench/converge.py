@@ -171,7 +171,7 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
     num_steps = min(num_steps, settings.steps or num_steps)
     points = []
-    for point in _points_of(training, seed, num_steps, settings.evaluations):
+    for point in points_of(training, seed, num_steps, settings.evaluations):
         points.append(point)
         progress(f"{method}, seed {seed}: {point['quality']:.2f}")
     result = {"method": method, "seed": seed, "lssr": training.candidate.lssr, "points": points}
@@ -182,7 +182,7 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     return result
 
 
-def _points_of(training: Training, seed: int, num_steps: int, number: int) -> Iterator[dict[str, Any]]:
+def points_of(training: Training, seed: int, num_steps: int, number: int) -> Iterator[dict[str, Any]]:
     """Trains, and yields as many evaluations as ``number``; a collective call."""
     if not training.own_pace:
         yield from _train_together(training, seed, num_steps, evaluations(num_steps, number))
