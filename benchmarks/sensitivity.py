@@ -133,11 +133,23 @@ def relative_changes(values: Sequence[float]) -> list[float]:
     return [abs(after / before - 1) for before, after in pairwise(values)]
 
 
+def follows_curvature(run: Run, key: str) -> tuple[float, float]:
+    """Returns the rank correlation of a value with the Hessian's largest eigenvalue, and that of their changes."""
+    eigenvalues, values = _values(run, "eigenvalue"), _values(run, key)
+    return correlation(eigenvalues, values), correlation(relative_changes(eigenvalues), relative_changes(values))
+
+
+def moves_with_quality(run: Run) -> float:
+    """Returns the rank correlation of the relative change of the gradient with how much the quality has moved."""
+    return correlation(_values(run, "change")[1:], changes(_values(run, "quality")))
+
+
 def _values(run: Run, key: str) -> list[float]:
     return [point[key] for point in run["points"]]
 
 
-def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
+def by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Returns the runs of each task."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run["task"], []).append(run)
@@ -151,7 +163,7 @@ def _mean(values: Sequence[float], form: str = ".2f") -> str:
 
 def _densities(runs: list[Run]) -> str:
     rows = []
-    for task, of_task in _by_task(runs).items():
+    for task, of_task in by_task(runs).items():
         for densities in zip(*(run["densities"] for run in of_task), strict=True):
             deviations = [density["deviation"] for density in densities]
             near = [100 * density["near_zero"] for density in densities]
@@ -166,11 +178,9 @@ in the first epoch.
 
 def _hessians(runs: list[Run]) -> str:
     rows = []
-    for task, of_task in _by_task(runs).items():
+    for task, of_task in by_task(runs).items():
         for key in ("variance", "squared_norm"):
-            pairs = [(_values(run, "eigenvalue"), _values(run, key)) for run in of_task]
-            levels = [correlation(*pair) for pair in pairs]
-            moves = [correlation(relative_changes(x), relative_changes(y)) for x, y in pairs]
+            levels, moves = zip(*(follows_curvature(run, key) for run in of_task), strict=True)
             rows.append([f"{task}, {_BESIDE[key]}", _mean(levels), _mean(moves)])
     return f"""### The Hessian beside the gradient (Fig. 4)
 
@@ -182,10 +192,8 @@ of their relative changes from one measurement to the next.
 
 def _changes(runs: list[Run]) -> str:
     rows = []
-    for task, of_task in _by_task(runs).items():
-        found = []
-        for run in of_task:
-            found.append(correlation(_values(run, "change")[1:], changes(_values(run, "quality"))))
+    for task, of_task in by_task(runs).items():
+        found = [moves_with_quality(run) for run in of_task]
         thirds = [len(run["points"]) // 3 for run in of_task]
         early = [fmean(_values(run, "change")[:third]) for run, third in zip(of_task, thirds, strict=True)]
         late = [fmean(_values(run, "change")[-third:]) for run, third in zip(of_task, thirds, strict=True)]

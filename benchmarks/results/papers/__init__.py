@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from benchmarks.results.exhibit import Exhibit, Picture, Shown
 from benchmarks.results.job import Job
-from benchmarks.results.papers import dear, ea_pipe, lecture, local_sgd, package, pipe_sgd, selsync
+from benchmarks.results.papers import (
+    dear,
+    ea_pipe,
+    lecture,
+    local_sgd,
+    package,
+    pipe_sgd,
+    selsync,
+    selsync_motivation,
+)
 
-_PARTS = (dear, selsync, pipe_sgd, ea_pipe, lecture, local_sgd, package)
+_PARTS = (dear, selsync, selsync_motivation, pipe_sgd, ea_pipe, lecture, local_sgd, package)
 
 #: All of them by name.
 JOBS: dict[str, Job] = {job.name: job for part in _PARTS for job in part.JOBS}
