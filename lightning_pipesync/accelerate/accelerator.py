@@ -35,6 +35,7 @@ from lightning_pipesync.accelerate.sharding import (
 )
 from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown
+from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
 from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
@@ -134,6 +135,8 @@ class PipeSyncAccelerator(LoadingAccelerator):
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepares an optimizer; the model that it trains must be prepared as well before a step."""
+        if self._synchronizes:
+            check_optimizer(optimizer)  # Accelerate asks for its state, which not every optimizer gives
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if not self._synchronizes:
             return prepared

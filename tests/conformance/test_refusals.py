@@ -24,6 +24,7 @@ WORDS = {
     "different optimizers": ("class of the optimizer", "SGD", "AdamW"),
     "different learning rates": ("lr of group 0 of SGD", "0.05", "0.1"),
     "LBFGS": ("LBFGS",),
+    "ZeroRedundancyOptimizer": ("ZeroRedundancyOptimizer", "pass the optimizer that it wraps"),
 }
 
 OF_OPTIMIZERS = ("different optimizers", "different learning rates")
@@ -42,6 +43,7 @@ def refused(framework: str, name: str, kind: str) -> Outcome:
         "different optimizers": (settings, Options("adamw" if rank else "sgd")),
         "different learning rates": (settings, Options(lr_factor=1.0 + rank)),
         "LBFGS": (settings, Options("lbfgs")),
+        "ZeroRedundancyOptimizer": (settings, Options("zero")),
     }[kind]
     return raised(lambda: train(framework, method, given, options))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -24,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda parameters: AdamW(parameters, lr=0.01),
     "lbfgs": lambda parameters: LBFGS(parameters),
+    "zero": lambda parameters: ZeroRedundancyOptimizer(parameters, SGD, lr=0.05),
 }
 
 
