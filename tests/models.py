@@ -95,10 +95,12 @@ class Run:
     def resumed(self, model: nn.Module) -> Run:
         """Returns the run, saved and loaded: with another model, optimizer and method."""
         self.sync.flush()
-        weights, saved = state(self.model), copy.deepcopy(self.sync.state_dict())
+        weights, of_optimizer = state(self.model), copy.deepcopy(self.sync.optimizer_state_dict(self.optimizer))
+        saved = copy.deepcopy(self.sync.state_dict())
         self.sync.detach()
         other = self._begin(model)
         other.model.load_state_dict(weights)
+        other.optimizer.load_state_dict(of_optimizer)
         other.sync.load_state_dict(saved)
         return other
 

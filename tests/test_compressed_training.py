@@ -12,8 +12,18 @@ from torch.optim import SGD
 from lightning_pipesync.core.codecs import CODECS
 from lightning_pipesync.training.registry import METHODS
 from tests.harness import on_ranks
-from tests.models import Run, assert_same, loss
+from tests.models import Run, assert_same, loss, seeded_mlp, state
 
+#: Those that pack several values into a byte, or send a few of them.
+PACKED = ("int4", "chunked_topk")
+#: Further cases of a resumed run.
+OVERLAPPED = {
+    "local_sgd, streaming": ("local_sgd", {"period": 4, "fragments": 2, "overlap_steps": 3}),
+    "local_sgd, DiLoCo": ("local_sgd", {"period": 3, "outer_optimizer": "nesterov", "overlap_steps": 2}),
+    "selsync, overlapped": ("selsync", {"delta": 0.0, "overlap": "forward"}),
+    "pipe_sgd, segments": ("pipe_sgd", {"pipeline_level": 2, "staleness": 2}),
+    "parameter_server, one": ("parameter_server", {"policy": "sync", "servers": 1}),
+}
 #: By case: the method, and settings in which it exchanges often.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dear, sharded": ("dear", {"fusion": "buffer", "update": "sharded"}),
@@ -43,6 +53,37 @@ def test_ranks_agree_and_arrive_where_they_do_uncompressed(case: str) -> None:
         (weights, final), (others, _) = on_ranks(train, 2, case, codec)
         assert_same(weights, others, codec)
         assert final == pytest.approx(exact, rel=0.15), codec
+
+
+def interrupted(case: str, codec: str, resumes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns this rank's own weights, and the consolidated ones, of a run that is saved and perhaps resumed."""
+    name, settings = {**CASES, **OVERLAPPED}[case]
+    run = Run(METHODS[name], "adamw", compression=codec, **settings)
+    run.steps(range(5))
+    if resumes:
+        run = run.resumed(seeded_mlp(1))
+    else:
+        run.sync.flush()
+        run.sync.resume()
+    run.steps(range(5, 12))
+    run.sync.synchronize()
+    return state(run.model), run.end()
+
+
+def resume_each(codec: str) -> dict[str, list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
+    return {case: [interrupted(case, codec, resumes) for resumes in (False, True)] for case in {**CASES, **OVERLAPPED}}
+
+
+@pytest.mark.parametrize("codec", PACKED)
+def test_a_resumed_run_has_what_the_codec_dropped(codec: str) -> None:
+    """Bit for bit, of each method, on three ranks, of which the last has less."""
+    outcomes = on_ranks(resume_each, 3, codec)
+    for case in {**CASES, **OVERLAPPED}:
+        for rank, outcome in enumerate(outcomes):
+            (own, consolidated), (resumed, of_resumed) = outcome[case]
+            assert_same(resumed, own, f"{case}, rank {rank}")
+            assert_same(of_resumed, consolidated, f"{case}, rank {rank}, consolidated")
+            assert_same(of_resumed, outcomes[0][case][1][1], f"{case}, rank {rank}, as rank 0")
 
 
 def test_every_method_with_a_codec_is_a_case() -> None:

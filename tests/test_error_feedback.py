@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_pipesync import LocalSGD, ParameterServer
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.training.registry import METHODS as REGISTRY
 from tests.harness import call_on_hosts, on_ranks
 from tests.models import Run, loss, seeded_mlp
-from tests.reference_pipe_sgd import all_reduce, divided, fused, reduce_scatter, through
+from tests.reference_pipe_sgd import all_reduce, divided, fused, mean, reduce_scatter, through
 from tests.reference_tree import all_reduce_on_tree, residuals_of_roots
 
 STEPS = 8
@@ -28,6 +30,10 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "dear, replicated": (DeAR, {"update": "replicated", "fusion": "buffer"}),
     "selsync, parameters": (SelSync, {"delta": 0.0}),
     "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
+    "local_sgd": (LocalSGD, {"period": 2}),
+    "local_sgd, DiLoCo": (LocalSGD, {"period": 2, "outer_optimizer": "nesterov"}),
+    "parameter_server": (ParameterServer, {"policy": "sync"}),
+    "parameter_server, one": (ParameterServer, {"policy": "sync", "servers": 1}),
     "dear, sharded, on hosts": (DeAR, {"update": "sharded", "fusion": "buffer"}),
     "dear, replicated, on hosts": (DeAR, {"update": "replicated", "fusion": "buffer"}),
     "selsync, parameters, on hosts": (SelSync, {"delta": 0.0}),
@@ -54,7 +60,7 @@ def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tens
     # Left out where it is on: that is the default.
     settings = {"compression": codec, **settings, **({} if feedback else {"error_feedback": False})}
     run = Run(kind, lambda model: sgd(model.parameters()), **settings)
-    names = [name for name, _ in run.model.named_parameters()][::-1]
+    names = [name for name, _ in run.model.named_parameters()][:: -1 if kind in (DeAR, SelSync) else 1]
     weights = []
     for step in range(STEPS):
         run.step(step)
@@ -75,7 +81,8 @@ def residuals(numel: int, world_size: int, columns: int) -> list[list[Tensor]]:
 
 def simulate(
     method: str, codec_name: str, feedback: bool, names: Sequence[str], world_size: int = 2, columns: int = 1
-) -> list[Tensor]:
+) -> list[list[Tensor]]:
+    """Returns the weights of each rank after each step."""
     codec, models = get_codec(codec_name), [seeded_mlp() for _ in range(world_size)]
     parameters = [in_order(model, names) for model in models]
     optimizers = [sgd(own) for own in parameters]
@@ -86,6 +93,8 @@ def simulate(
     if feedback:
         dropped = residuals_of_roots(common.numel()) if on_a_tree else residuals(common.numel(), world_size, columns)
     not_sent = torch.zeros_like(common)  # of the updated weights
+    shared = nn.Parameter(common.clone())
+    outer = SGD([shared], lr=0.7, momentum=0.9, nesterov=True)  # DiLoCo's
     weights = []
 
     def write(own: Sequence[Tensor], values: Tensor, gradients: bool = False) -> None:
@@ -99,10 +108,32 @@ def simulate(
         for rank, model in enumerate(models):
             model.zero_grad()
             loss(model, step, rank).backward()
-        if method.startswith("selsync, parameters"):
+        if method.startswith("selsync, parameters") or method.startswith("local_sgd"):
             for optimizer in optimizers:
                 optimizer.step()
-            common = common + average_of([fused(own) - common for own in parameters], codec, dropped)
+            moves = [fused(own) - common for own in parameters]
+            if method.startswith("local_sgd") and step % 2 == 0:
+                weights.append([fused(own) for own in parameters])
+                continue
+            if method == "local_sgd, DiLoCo":
+                shared.data.copy_(common)
+                shared.grad = -torch.cat(reduce_scatter(moves, codec, dropped[0] if dropped else None))
+                outer.step()
+                moved = [shard_of(shared.detach() - common, owner, world_size) for owner in range(world_size)]
+                kept = dropped[1] if dropped else [None] * world_size
+                common = common + torch.cat([through(codec, *one) for one in zip(moved, kept, strict=True)])
+            else:
+                common = common + average_of(moves, codec, dropped)
+        elif method.startswith("parameter_server"):
+            gradients = [fused([p.grad for p in own]) for own in parameters]
+            if method == "parameter_server":
+                average = torch.cat(reduce_scatter(gradients, codec, dropped[0] if dropped else None))
+            else:
+                kept = dropped[0] if dropped else [None] * world_size
+                average = mean([through(codec, *one) for one in zip(gradients, kept, strict=True)])
+            write(parameters[0], average, gradients=True)
+            optimizers[0].step()
+            common = fused(parameters[0])
         elif method.startswith("dear, sharded"):
             gradients = [fused([p.grad for p in own]) for own in parameters]
             average = torch.cat(reduce_scatter(gradients, codec, dropped[0] if dropped else None, columns))
@@ -121,7 +152,7 @@ def simulate(
             common = fused(parameters[0])
         for own in parameters:
             write(own, common)
-        weights.append(fused(parameters[0]))  # without what a codec may leave between them
+        weights.append([fused(own) for own in parameters])  # without what a codec may leave between them
     return weights
 
 
@@ -136,11 +167,18 @@ def test_all_methods_follow_one_rule(method: str, codec: str, feedback: bool) ->
     outcomes = on_ranks(call_on_hosts, ranks["world_size"], ranks["columns"], train, method, codec, feedback)
     names, weights = outcomes[0]
     reference = simulate(method, codec, feedback, names, **ranks)
-    for _, of_rank in outcomes:
-        for step, (actual, expected) in enumerate(zip(of_rank, reference, strict=True)):
+    for rank, (_, of_rank) in enumerate(outcomes):
+        for step, (actual, of_step) in enumerate(zip(of_rank, reference, strict=True)):
+            expected = of_step[rank]
             assert torch.equal(actual, expected), f"step {step}: off by {(actual - expected).abs().max()}"
     other = simulate(method, codec, not feedback, names, **ranks)
-    assert not torch.equal(weights[-1], other[-1]), "the setting makes no difference"
+    assert not torch.equal(weights[-1], other[-1][0]), "the setting makes no difference"
+
+
+def test_every_method_with_a_codec_is_compared() -> None:
+    wires = {name for name, method in REGISTRY.items() if "compression" in method.config_type.__dataclass_fields__}
+    compared = {case.partition(",")[0] for case in METHODS}
+    assert compared == wires - {"ea_pipe", "pipe_sgd"}, "which sends activations; which has a test of its own"
 
 
 @pytest.mark.parametrize("config_type", [DeARConfig, PipeSGDConfig, SelSyncConfig])
