@@ -27,6 +27,16 @@ _TRAINED = [name for name in _METHODS if name != "dear"]  # which trains as DDP 
 _TOPICS = "pipesync bench converge --hosts 4 --task topics"
 _RATES = (50, 200)
 
+#: Averages after every step, or every four: with all, on a ring, and in pairs.
+_GOSSIP = {
+    "ddp": "DDP",
+    "local_sgd:period=1": "exact averages",
+    "local_sgd:neighbors=ring,period=1": "a ring",
+    "local_sgd:neighbors=ring,period=1,overlap_steps=1": "a ring, in the order of D-PSGD",
+    "local_sgd:neighbors=random_pairs,period=1": "random pairs",
+    "local_sgd:period=4": "exact averages, period=4",
+}
+
 JOBS = (
     Job(
         "topics_quality",
@@ -47,6 +57,11 @@ JOBS = (
         8,
     ),
     Job("local_sgd_gossip", "python -m benchmarks.gossip", 1),
+    Job(
+        "gossip_training",
+        f"pipesync bench converge --hosts 8 --task digits --seeds 0 1 2 --methods {' '.join(_GOSSIP)}",
+        12,
+    ),
     Job("replicas_goodput", "python -m benchmarks.goodput --duration_s 150 --heartbeat_timeout_s 2", 10),
 )
 
@@ -91,6 +106,9 @@ EXHIBITS: tuple[Exhibit, ...] = (
     training_table("topics_quality", ("topics_quality",), ("steps", "best", "better by", "final", "MiB"), _METHODS),
     reported("local_sgd_gossip", "local_sgd_gossip"),
     drawn_by("local_sgd_gossip", "local_sgd_gossip", "gossip.png"),
+    training_table(
+        "gossip_training", ("gossip_training",), ("steps", "best", "better by", "final", "spread", "MiB"), _GOSSIP
+    ),
     reported("replicas_step", "replicas_step"),
     reported("replicas_goodput", "replicas_goodput"),
     drawn_by("replicas_goodput", "replicas_goodput", "goodput.png"),
