@@ -23,6 +23,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "dear": {"name": "dear", "topology": "torus2d"},
     "selsync": {"name": "selsync", "delta": 0.1},
     "pipe_sgd": {"name": "pipe_sgd"},
+    "local_sgd": {"name": "local_sgd", "period": 3, "neighbors": "random_pairs"},
+    "parameter_server": {"name": "parameter_server"},
     "ea_pipe": {"name": "ea_pipe"},
 }
 #: Those whose refusal of unequal checkpoints is tried: there are two ways to set up a strategy.

@@ -22,8 +22,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "parameter_server": {"policy": "sync"},
     "local_sgd": {"period": "0.375 epoch", "overlap_steps": 2, "outer_optimizer": "nesterov"},
     "selsync": {"delta": 0.05, "window": 3},
+    "pipe_sgd": {"compression": "int4"},
 }
-RESUMED = ("dear", "local_sgd", "selsync")
+RESUMED = ("dear", "local_sgd", "selsync", "pipe_sgd")
 
 #: Arguments of eight steps of two accumulated batches, with an evaluation and a checkpoint after each four.
 OF_EIGHT_STEPS: dict[str, Any] = {

@@ -74,6 +74,7 @@ def train(settings: dict[str, Any], virtual_stages: int | None, num_steps: int =
 SETTINGS: dict[str, dict[str, Any]] = {
     **{one: {"algorithm": one} for one in ASYNCHRONOUS},
     "bf16": {"compression": "bf16"},
+    "fp16": {"compression": "fp16"},
     "clipped": {"clip_norm": 0.1},
     "pipedream, clipped": {"algorithm": "pipedream", "clip_norm": 0.1},
     "more replicas, clipped": {"replicas": 7, "clip_norm": 0.1},

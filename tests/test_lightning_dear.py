@@ -187,6 +187,7 @@ def trained(folder: Path) -> Outcomes:
         for steps in (3, 8):
             path = folder / f"random {name}" / ("step=3.ckpt" if steps == 3 else "epoch=0.ckpt")
             cases["random", name, steps] = partial(train, folder / "resumed", path)
+    cases["tuned", "pipe_sgd"] = partial(fine_tune, {"name": "pipe_sgd", "staleness": 0}, folder / "tuned pipe_sgd")
     return launch_cases(cases, 2, init=False)
 
 
@@ -198,10 +199,10 @@ def test_is_ddp_at_every_validation(update: str, trained: Outcomes) -> None:
     assert actual[0]["metrics"]["dear/buckets"] > 1
 
 
-@pytest.mark.parametrize("kind", ["tuned", "tuned further"])
-def test_fine_tuning(kind: str, trained: Outcomes) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("tuned", "dear"), ("tuned further", "dear"), ("tuned", "pipe_sgd")])
+def test_fine_tuning(kind: str, name: str, trained: Outcomes) -> None:
     """As with DDP; also resumed from the same checkpoint."""
-    for actual, expected in zip(trained[kind, "dear"], trained[kind, "ddp"], strict=True):
+    for actual, expected in zip(trained[kind, name], trained[kind, "ddp"], strict=True):
         assert torch.equal(actual["weights"], expected["weights"])
         assert all(map(torch.equal, actual["validated_with"], expected["validated_with"]))
 

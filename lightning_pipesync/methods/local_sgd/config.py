@@ -179,7 +179,6 @@ class LocalSGDConfig(ReplicaSettings):
                 f"lighthouse={self.lighthouse!r} is for replicas that meet in each round alone, and period='selsync' "
                 "needs all of them at each step: set a period in steps or epochs."
             )
-
         self._check_neighbors()
 
     def _check_neighbors(self) -> None:
