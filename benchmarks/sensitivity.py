@@ -42,7 +42,7 @@ class Sensitivity(Command):
 
     tasks: tuple[str, ...] = ("digits", "signals", "topics")
     workers: int = 4
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     epochs: int | None = None
     evaluations: int = 16
     samples: int = 32
@@ -85,10 +85,10 @@ class Sensitivity(Command):
         several = partial(picture, size=(4.5 * len(runs), 3.8), columns=len(runs), legend="below", legend_columns=3)
         with several(self.output / "sensitivity_density.png") as [panels]:
             for panel, run in zip(panels, runs, strict=True):
-                for number, density in enumerate(run["densities"]):
-                    label = f"{run['task']}, epoch {density['epoch']}"
-                    panel.plot(run["grid"], density["density"], label=label, **colour_and_line(number))
+                for number, (density, name) in enumerate(zip(run["densities"], _EPOCHS, strict=False)):
+                    panel.plot(run["grid"], density["density"], label=name, **colour_and_line(number))
                 panel.set(xlabel="gradient", ylabel="density", yscale="log")
+                panel.locator_params(axis="x", nbins=5)
                 panel.set_title(f"{run['task']}, {run['layer']}", fontsize="medium")
         with several(self.output / "sensitivity_hessian.png") as [panels]:
             for panel, run in zip(panels, runs, strict=True):
@@ -108,6 +108,8 @@ class Sensitivity(Command):
                 quality.set_ylabel(run["metric"])
 
 
+#: The epochs whose densities are drawn (Fig. 3).
+_EPOCHS = ("first epoch", "middle epoch", "last epoch")
 #: What is drawn beside each other (Fig. 4), by its key in a point.
 _BESIDE = {
     "eigenvalue": "largest eigenvalue of the Hessian",

@@ -28,9 +28,9 @@ def train(name: str, seed: int, settings: Sensitivity) -> dict[str, Any]:
     """Trains once.
 
     Returns:
-        ``points``, at each evaluation: ``steps``; the ``quality``; the mean and the largest relative ``change`` of the
-        gradient (Eq. 2) since the last one; its smoothed ``squared_norm``; its ``variance`` among mini-batches; and the
-        largest ``eigenvalue`` of the Hessian. Of the gradient of one ``layer``, in all steps of the first ``epoch``,
+        ``points``, at each evaluation: ``steps``; the ``quality``; the mean relative ``change`` of the gradient (Eq. 2)
+        since the last one; its smoothed ``squared_norm``; its ``variance`` among mini-batches; and the largest
+        ``eigenvalue`` of the Hessian. Of the gradient of one ``layer``, in all steps of the first ``epoch``,
         the middle one and the last, ``densities`` on a common ``grid``, each with the standard ``deviation`` and the
         share of values ``near_zero``, within a tenth of the first deviation.
     """
@@ -67,9 +67,9 @@ def train(name: str, seed: int, settings: Sensitivity) -> dict[str, Any]:
         scheduler.step()
         if step in evaluated:
             measured = {"quality": quality_of(task, module, task.test_set), **probe.measure()}
-            changed = {"change": sum(since) / max(1, len(since)), "largest_change": max(since, default=0.0)}
-            smoothed = {"squared_norm": tracker.state_dict()["average"]}
-            points.append({"steps": step, **{key: _short(x) for key, x in (measured | changed | smoothed).items()}})
+            measured["change"] = sum(since) / max(1, len(since))
+            measured["squared_norm"] = tracker.state_dict()["average"]
+            points.append({"steps": step, **{key: _short(value) for key, value in measured.items()}})
             since.clear()
     of_epochs = [torch.cat(own) for own in gradients.values()]
     first = of_epochs[0].std().item()

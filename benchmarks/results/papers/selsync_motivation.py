@@ -14,7 +14,7 @@ from benchmarks.results.views import drawn_by, reported, span
 JOBS = (
     Job("selsync_scaling", "python -m benchmarks.scaling --rate 200mbit", 8),
     Job("selsync_batch_cost", "python -m benchmarks.batch_cost", 6),
-    Job("selsync_sensitivity", "python -m benchmarks.sensitivity", 12),
+    Job("selsync_sensitivity", "python -m benchmarks.sensitivity", 15),
     Job("selsync_weights", "python -m benchmarks.weight_density", 5),
 )
 
