@@ -64,6 +64,7 @@ def test_score_of_topics_is_the_loss() -> None:
     assert number == 3 * 64
     assert total.item() / number == pytest.approx(task.loss(module, batch).item())
     assert task.quality(math.log(7)) == pytest.approx(7)
+    assert {task.quality(diverged) for diverged in (1000.0, math.inf, math.nan)} == {1e6}, "no error, and no infinity"
 
 
 def quality_of_the_largest() -> float:

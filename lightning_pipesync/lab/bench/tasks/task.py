@@ -19,6 +19,8 @@ from lightning_pipesync.core.torch_private import map_tensors
 
 #: The devices on which a task is trained.
 DEVICES = ("cpu", "cuda")
+#: A perplexity above it, or none at all, counts as this one: tables and pictures need numbers.
+WORST_PERPLEXITY = 1e6
 #: The part of the training data that is held out for validation.
 VALIDATION_SHARE = 0.1
 
@@ -91,7 +93,7 @@ class Task:
     @classmethod
     def language_model(cls, *, unit: str, **rest: Any) -> Task:
         """Returns a task whose quality is the perplexity per ``unit``, on windows of numbers with the next."""
-        shown: dict[str, Any] = {"quality": math.exp, "metric": f"perplexity per {unit}", "higher_is_better": False}
+        shown: dict[str, Any] = {"quality": perplexity, "metric": f"perplexity per {unit}", "higher_is_better": False}
         return cls(loss=_mean_of_window, score=_sum_of_window, **shown, **rest)
 
     @property
@@ -134,6 +136,11 @@ class Task:
 def evaluations(num_steps: int, number: int) -> set[int]:
     """Returns the ``number`` steps after which the quality is measured; the last is the end of the training."""
     return {round((i + 1) * num_steps / number) for i in range(number)}
+
+
+def perplexity(mean: float) -> float:
+    """Returns the perplexity of a mean negative log-likelihood; of a training that has diverged the largest one."""
+    return math.exp(mean) if mean < math.log(WORST_PERPLEXITY) else WORST_PERPLEXITY  # also if it is not a number
 
 
 def _cross_entropy(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
