@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,14 @@ def path_of(job: str) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """A command, as a user types it in a checkout; ``minutes`` is about how long it takes on two processors."""
+    """A command, as a user types it in a checkout."""
 
     name: str
     command: str
+    #: About how long it takes on two processors.
     minutes: float
+    #: Returns what the exhibits need of the results, if that is much less.
+    keep: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
 
     @property
     def is_measured(self) -> bool:
@@ -76,7 +79,9 @@ class Job:
             raise RuntimeError(f"{self.name}: exit status {status}, {len(written)} results; see {folder}/log.txt")
         minutes = (time.perf_counter() - start) / 60
         measured = {**environment(), "load_before": load, "minutes": minutes}
-        record = {"command": self.command, "measured": measured, **json.loads(written[0].read_text())}
+        found = json.loads(written[0].read_text())
+        found["results"] = self.keep(found["results"])
+        record = {"command": self.command, "measured": measured, **found}
         MEASURED.mkdir(parents=True, exist_ok=True)
         with replacing(path_of(self.name)) as temporary:
             temporary.write_text(_as_lines(_rounded(record)))

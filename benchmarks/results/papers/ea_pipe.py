@@ -28,24 +28,38 @@ METHODS = {
     "ea_pipe": "EA-Pipe",
 }
 
+
+def _last_and_lowest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keeps of each training's points those that choices and tables need."""
+    for result in results:
+        for run in result["runs"]:
+            if points := run["points"]:
+                lowest = min(points, key=lambda point: point["validation"])
+                run["points"] = [lowest, points[-1]] if lowest is not points[-1] else [lowest]
+    return results
+
+
 JOBS = (
     Job(
         "ea_pipe_batch_sizes_digits",
         f"{_PIPELINE} --task digits {_GRID} --epochs 200 --methods {_OTHERS} {_FORCES} "
         "--learning_rates 0.0003 0.001 0.002 0.003 0.01 0.03 0.1 0.3",
         12,
+        _last_and_lowest,
     ),
     Job(
         "ea_pipe_batch_sizes_mnist1d",
         f"{_PIPELINE} --task mnist1d {_GRID} --epochs 100 --methods {_OTHERS} {_FORCES} "
         "--learning_rates 0.001 0.003 0.01 0.03 0.1 0.3",
         12,
+        _last_and_lowest,
     ),
     Job(
         "ea_pipe_small_batches",
         f"{_PIPELINE} --task digits --batch_sizes 4 --seeds 0 1 2 3 4 5 6 7 --evaluations 10 --epochs 100 "
         f"--methods {_OTHERS} {_FORCES} --learning_rates 0.001 0.003 0.01 0.03 0.1",
         8,
+        _last_and_lowest,
     ),
     Job(
         "ea_pipe_50_stages",
