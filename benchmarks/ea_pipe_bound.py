@@ -219,6 +219,11 @@ def measure(settings: Sequence[Setting], num_trainings: int, ends: list[int]) ->
     ]
 
 
+def factors_of(curve: dict[str, Any]) -> list[float]:
+    """Returns by what factor a curve is below its bound, at each K; below 1 it is above."""
+    return [bound / value for bound, value in zip(curve["bound"], curve["measured"], strict=True)]
+
+
 def _curves(result: dict[str, Any], proved: bool, growth: float, num_stages: int | None = None) -> list[dict[str, Any]]:
     return [
         curve
@@ -229,7 +234,7 @@ def _curves(result: dict[str, Any], proved: bool, growth: float, num_stages: int
 
 def _part(result: dict[str, Any], proved: bool, growth: float) -> str:
     curves, last = _curves(result, proved, growth), result["rounds"][-1]
-    factors = [[bound / value for bound, value in zip(c["bound"], c["measured"], strict=True)] for c in curves]
+    factors = [factors_of(curve) for curve in curves]
     num_above = sum(min(of_curve) < 1 for of_curve in factors)
     every = [factor for of_curve in factors for factor in of_curve]
     if num_above:

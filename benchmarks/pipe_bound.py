@@ -177,7 +177,7 @@ def slope_of(steps: list[int], values: list[float]) -> float:
 
 def _part(problem: dict[str, Any]) -> str:
     mu, steps, curves = problem["strong_convexity"], problem["steps"], problem["curves"]
-    factors = {curve["staleness"]: _factors(curve) for curve in curves}
+    factors = {curve["staleness"]: factors_of(curve) for curve in curves}
     first = curves[0]
     rows = [
         [
@@ -212,7 +212,8 @@ def _with_interval(value: float, interval: float | None) -> str:
     return f"{value:.3g}" if interval is None else f"{value:.3g} ± {interval:.1g}"
 
 
-def _factors(curve: dict[str, Any]) -> list[float]:
+def factors_of(curve: dict[str, Any]) -> list[float]:
+    """Returns by what factor a curve is below its bound, at each T; below 1 it is above."""
     return [bound / max(value, 1e-300) for bound, value in zip(curve["bound"], curve["measured"], strict=True)]
 
 

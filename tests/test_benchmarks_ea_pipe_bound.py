@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.ea_pipe_bound import GAP, LIPSCHITZ, SIZE, VARIANCE, EAPipeBound, Quadratic, Setting, measure, points_of
 from benchmarks.elastic_averaging import mixing_matrix
+from benchmarks.results.exhibit import Claims, Finding
+from benchmarks.results.job import Record
+from benchmarks.results.papers import TABLES
 from tests.bench_runs import assert_pictures, result_of, run_command
 
 
@@ -66,12 +70,22 @@ def test_command(tmp_path: Path) -> None:
     assert_pictures(tmp_path, "ea_pipe_bound")
 
 
+def found(results: list[dict[str, Any]]) -> Finding:
+    """What the table of claims has of it."""
+    claims = TABLES["ea_pipe_claims"]
+    assert isinstance(claims, Claims)
+    [claim] = [claim for claim in claims.claims if claim.where == "Theorem 1"]
+    return claim.find([Record("job", "command", "kind", {}, results)])
+
+
 def test_a_curve_above_its_bound_is_said(tmp_path: Path) -> None:
     result_of("ea_pipe_bound", "--stages 2 --growths 0 --rounds 20 --trainings 1", tmp_path)
     results = json.loads((tmp_path / "ea_pipe_bound.json").read_text())["results"]
+    assert found(results).holds == "yes"
     curve = results[0]["curves"][0]
     curve["bound"][2] = curve["measured"][2] / 2
     assert "is above the bound in 1 of 4 settings, by a factor of up to 2.00." in EAPipeBound().report(results)
+    assert found(results).holds == "in part"
 
 
 @pytest.mark.parametrize("option", ["--forces 1.5", "--growths -1", "--stages 0", "--rounds 0"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import torch
 from benchmarks.convex import PROBLEMS
 from benchmarks.pipe_bound import PipeBound, points_of, step_size_of, train
 from benchmarks.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
+from benchmarks.results.exhibit import Claims, Finding
+from benchmarks.results.job import Record
+from benchmarks.results.papers import TABLES
 from tests.bench_runs import assert_pictures, result_of, run_command
 
 
@@ -91,11 +95,21 @@ def test_command(tmp_path: Path) -> None:
     assert_pictures(tmp_path, "pipe_bound")
 
 
+def found(results: list[dict[str, Any]]) -> Finding:
+    """What the table of claims has of it."""
+    claims = TABLES["pipe_sgd_claims"]
+    assert isinstance(claims, Claims)
+    [claim] = [claim for claim in claims.claims if claim.where == "convergence"]
+    return claim.find([Record("job", "command", "kind", {}, results)])
+
+
 def test_a_curve_above_its_bound_is_said(tmp_path: Path) -> None:
     result_of("pipe_bound", "--problems mean --staleness 0 1 --steps 50 --trainings 2", tmp_path)
     results = json.loads((tmp_path / "pipe_bound.json").read_text())["results"]
+    assert found(results).holds == "yes"
     results[0]["problems"][0]["curves"][1]["bound"][3] = 1e-9
     assert "is above the bound with k = 1." in PipeBound().report(results)
+    assert found(results).holds == "no"
 
 
 @pytest.mark.parametrize(("option", "word"), [("--problems cubic", "cubic"), ("--staleness -1", "staleness")])

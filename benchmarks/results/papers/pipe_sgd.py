@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import pipe_bound
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import (
@@ -184,6 +185,16 @@ def _linear(records: Sequence[Record]) -> Finding:
     return Finding(text, [share > 0.9 for share in shares])
 
 
+def _bounds(records: Sequence[Record]) -> Finding:
+    """Whether every training is below the bound from its first step on."""
+    parts, cases = [], []
+    for problem in records[0].results[0]["problems"]:
+        factors = [factor for curve in problem["curves"] for factor in pipe_bound.factors_of(curve)]
+        cases.append(min(factors) >= 1)
+        parts.append(f"{problem['title']}: {span(factors, '.1f')} times below")
+    return Finding("; ".join(parts), cases)
+
+
 _COLUMNS = ("ms a step", "steps", "seconds", "speed-up", "MiB", "best", "better by", "reached")
 
 EXHIBITS: tuple[Exhibit, ...] = (
@@ -212,6 +223,12 @@ EXHIBITS: tuple[Exhibit, ...] = (
                 "linear speed-up once compression makes computation the limit",
                 ("pipe_sgd_ratios",),
                 _linear,
+            ),
+            Claim(
+                "convergence",
+                "at most 8 F L √((k + 1) / T) from a convex optimum, O(log T / T) from a strongly convex one",
+                ("pipe_bound",),
+                _bounds,
             ),
         ),
     ),
