@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +24,8 @@ MODELS = {
     "bert-large": ("BERT-Large", 0.003),
     "alexnet": ("AlexNet", 0.016),
 }
-HOSTS = (2, 4)
+#: Those that are measured on 2 hosts, too; the others on 4.
+_HOSTS = {"resnet50": "2 4", "bert-base": "2 4"}
 _FORWARD = "overlap=forward"
 
 #: What is compared: as a command has it, as its report has it, and what it is.
@@ -63,21 +63,21 @@ JOBS = (
     *(
         Job(
             f"dear_systems_{name.replace('-', '_')}",
-            f"{_STEP} --hosts 2 4 --rate 200mbit --model emulated-{name} --scale {scale} --methods {_COMPARED} "
-            "--bucket_mb 0.5 1 --ratio 1 --rounds 3 --steps 2",
-            8,
+            f"{_STEP} --hosts {_HOSTS.get(name, '4')} --rate 200mbit --model emulated-{name} --scale {scale} "
+            f"--methods {_COMPARED} --bucket_mb 0.5 1 --ratio 1 --rounds 3 --steps 2",
+            8 if name in _HOSTS else 5,
         )
         for name, (_, scale) in MODELS.items()
     ),
     *(
         Job(
             f"dear_ratios_{name.replace('-', '_')}",
-            f"{_STEP} --hosts 2 4 8 --rate 200mbit --model emulated-{name} --scale {MODELS[name][1]} "
+            f"{_STEP} --hosts {hosts} --rate 200mbit --model emulated-{name} --scale {MODELS[name][1]} "
             "--methods ddp fsdp2 zero dear:overlap=forward dear --bucket_mb 0.5 2 --ratio 0.25 0.5 1 2 4 "
             "--rounds 3 --steps 2",
-            14,
+            minutes,
         )
-        for name in ("resnet50", "bert-base")
+        for name, hosts, minutes in (("resnet50", "2 4 8", 14), ("bert-base", "4", 5))
     ),
     Job(
         "dear_gigabit",
@@ -90,14 +90,16 @@ JOBS = (
 _SYSTEMS_JOBS = tuple(f"dear_systems_{name.replace('-', '_')}" for name in MODELS)
 
 
-def _run_of(record: Record, hosts: int, number: int = 0) -> Any:
-    """Returns what was measured on a number of hosts at one of the ratios."""
-    return next(one for one in record.results if one["world_size"] == hosts)["runs"][number]
+def _runs(records: Sequence[Record], *hosts: int) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the number of hosts and what was measured on them, of all records, or of these numbers of hosts."""
+    found = [(result["world_size"], run) for record in records for result in record.results for run in result["runs"]]
+    return [(number, run) for number, run in found if not hosts or number in hosts]
 
 
 def _systems(records: Sequence[Record], hosts: int) -> str:
     """Returns ms per step and the speed relative to DDP of each system, a column for each network."""
-    runs = [_run_of(record, hosts) for record in records]
+    runs = [run for record in records for _, run in _runs([record], hosts)]
+    models = [record.results[0]["settings"]["model"] for record in records if _runs([record], hosts)]
     rows = [
         ["ratio of communication to computation", *(f"{cost_of(run).ratio:.2f}" for run in runs)],
         ["DDP, ms per step", *(f"{1e3 * step_row(run, 'DDP').seconds:.0f}" for run in runs)],
@@ -108,11 +110,12 @@ def _systems(records: Sequence[Record], hosts: int) -> str:
     for name, shown in ((_PAPERS_DEAR, "DeAR-BO, as in the paper"), (_DEAR, "DeAR-BO")):
         share = [f"{step_row(run, name).of_layer_limit:.0%}" for run in runs]
         rows.append([f"{shown}, share of its limit", *share])
-    return table([f"{hosts} hosts", *(shown for shown, _ in MODELS.values())], rows)
+    names = [MODELS[model.removeprefix("emulated-")][0] for model in models]
+    return table([f"{hosts} hosts", *names], rows)
 
 
 def _both(records: Sequence[Record]) -> str:
-    return "\n".join(_systems(records, hosts) for hosts in HOSTS)
+    return "\n".join(_systems(records, hosts) for hosts in (4, 2))
 
 
 def _collectives(records: Sequence[Record]) -> str:
@@ -186,8 +189,7 @@ def _halves(records: Sequence[Record]) -> Finding:
 
 
 def _compared_with(records: Sequence[Record], ours: str, other: str) -> list[float]:
-    runs = [(_run_of(record, hosts), hosts) for record, hosts in product(records, HOSTS)]
-    return [step_row(run, other).seconds / step_row(run, ours).seconds for run, _ in runs]
+    return [step_row(run, other).seconds / step_row(run, ours).seconds for _, run in _runs(records)]
 
 
 def _faster(records: Sequence[Record], ours: str, others: dict[str, str], least: float = 1.0) -> Finding:
@@ -200,8 +202,7 @@ def _faster(records: Sequence[Record], ours: str, others: dict[str, str], least:
 def _share_of_largest(records: Sequence[Record]) -> Finding:
     """Table II: the speed-up over one host, of Eq. 6."""
     shares = []
-    for record, hosts in product(records, HOSTS):
-        run = _run_of(record, hosts)
+    for hosts, run in _runs(records):
         row, cost = step_row(run, _PAPERS_DEAR), cost_of(run)
         shares.append(hosts * row.scaling_efficiency / cost.max_speedup(hosts))
     return Finding(f"{span(shares, '.0%')}, with the paper's schedule", [share > 0.7 for share in shares])
@@ -209,8 +210,7 @@ def _share_of_largest(records: Sequence[Record]) -> Finding:
 
 def _breakdown(records: Sequence[Record]) -> Finding:
     exposed = {
-        half: [step_row(_run_of(record, hosts), name).exposed for record, hosts in product(records, HOSTS)]
-        for half, name in (("rs", _RS), ("ag", _AG))
+        half: [step_row(run, name).exposed for _, run in _runs(records)] for half, name in (("rs", _RS), ("ag", _AG))
     }
     is_less = [rs <= ag for rs, ag in zip(exposed["rs"], exposed["ag"], strict=True)]
     text = f"reduce-scatters alone leave less exposed than all-gathers alone in {sum(is_less)} of {len(is_less)} cases"
@@ -235,11 +235,7 @@ def _searches(records: Sequence[Record]) -> Finding:
 
 def _batch_sizes(records: Sequence[Record]) -> Finding:
     """Fig. 11: a smaller batch is a larger ratio of communication to computation."""
-    speeds: list[float] = []
-    for record in records:
-        for result in record.results:
-            if result["world_size"] in HOSTS:
-                speeds += [step_row(run, "dear").over_ddp for run in result["runs"]]
+    speeds = [step_row(run, "dear").over_ddp for _, run in _runs(records, 2, 4)]
     text = f"{span(speeds)} times DDP at ratios from 0.25 to 4, as batches 16 times as small have"
     return Finding(text, [speed >= 0.99 for speed in speeds])
 

@@ -18,7 +18,7 @@ from lightning_pipesync.lab.bench.converge_report import by_method, rows_of
 from lightning_pipesync.lab.bench.tables import number, table
 
 _PREDICTED = "delay_compensation=momentum"
-_POLICIES = ("sync", "k_sync,k=3", "k_batch_sync,k=3", "k_async,k=3", "k_batch_async", "async", "n_softsync,n=2", "ssp")
+_POLICIES = ("sync", "k_batch_sync,k=3", "k_batch_async", "async", "n_softsync,n=2", "ssp")
 _METHODS = [
     "ddp",
     "local_sgd:period=8",
@@ -33,8 +33,8 @@ JOBS = (
         "python -m benchmarks.collectives --hosts 2 4 --rate 200mbit --sizes_mib 4 8 16 --codecs none --rounds 5",
         4,
     ),
-    Job("hosts_slow", f"{_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 17),
-    Job("hosts_stalls", f"{_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 22),
+    Job("hosts_slow", f"{_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 14),
+    Job("hosts_stalls", f"{_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 18),
     Job("staleness", "python -m benchmarks.staleness", 4),
     Job("large_batches_digits", "python -m benchmarks.large_batches --task digits", 10),
     Job("large_batches_mnist1d", "python -m benchmarks.large_batches --task mnist1d", 4),

@@ -41,7 +41,7 @@ JOBS = (
     Job(
         "topics_quality",
         f"{_TOPICS} --epochs 6 --evaluations 24 --seeds 0 1 2 --methods {' '.join(_TRAINED)}",
-        45,
+        28,
     ),
     *(
         Job(
