@@ -72,6 +72,8 @@ def exchange_all_kinds(
                     if mean:
                         tensor.add_(rank)
                         assert one.average_with(tensor, [*ring])() is tensor
+                        tensor.mul_(rank + 1)
+                        assert one.average_at(tensor, world_size - 1)() is tensor
         same[name] = is_near(codec_name, *tensors)
         if codec_name == "none" and world_size > 2:  # the backend itself sums, in an order of its own
             ulp = torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 1e-6

@@ -67,7 +67,7 @@ def assert_follows(
         world_size=world_size,
         num_steps=STEPS,
         clip=lambda model: max_norm and nn.utils.clip_grad_norm_(model.parameters(), max_norm),
-        **settings,
+        **{name: value for name, value in settings.items() if name != "average"},
     )
     for rank, outcome in enumerate(outcomes):
         assert outcome["synchronized"] == synchronized
@@ -92,6 +92,37 @@ def test_follows_algorithm_1(delta: float, optimizer: str, world_size: int, aggr
     assert synchronized[0], "until there are two values every step is synchronized"
     if delta > 0:
         assert 1 < sum(synchronized) < STEPS, "the test must see both kinds of step"
+
+
+@pytest.mark.parametrize(("optimizer", "world_size"), [("sgd", 2), ("adamw", 3)])
+def test_the_parameter_server_of_algorithm_1(optimizer: str, world_size: int) -> None:
+    """Rank 0 sums in the order of the ranks; its link carries what all push and pull."""
+    settings = {"delta": 0.2, "smoothing": 0.3, "average": "server"}
+    synchronized = assert_follows(optimizer, world_size, settings)
+    assert 1 < sum(synchronized) < STEPS
+    outcomes = on_ranks(train, world_size, optimizer, {"bucket_mb": 1e-4, **settings}, False, None)
+    num_bytes = 4 * sum(parameter.numel() for parameter in seeded_mlp().parameters()) * sum(synchronized)
+    server, *others = [outcome["bytes"]["average_at"] for outcome in outcomes]
+    assert server == sum(others)
+    assert len(set(others)) == 1
+    assert num_bytes <= others[0] < 1.5 * num_bytes, "small buckets are padded"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"aggregation": "gradients"}, "aggregation='gradients'"),
+        ({"compression": "int8"}, "compression='int8'"),
+        ({"outer_lr": 0.7}, "outer_lr=0.7"),
+        ({"outer_momentum": 0.3}, "outer_momentum=0.3"),
+        ({"overlap": "forward"}, "overlap='forward'"),
+    ],
+)
+def test_what_a_parameter_server_does_not_do_is_refused(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"average='server' pushes parameters .* {name} is for an all-reduce: set"):
+        SelSync.config_type(average="server", **settings)
+    adam = torch.optim.Adam(seeded_mlp().parameters())
+    assert SelSync.config_type(average="server").outer_momentum_of(adam) == 0, "auto has no outer step"
 
 
 @pytest.mark.parametrize("smoothing", [0.02, 0.16, 1.0])

@@ -229,6 +229,7 @@ class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         delta: float | Literal["auto"] = "auto",
         lssr: float = 0.8,
         aggregation: Literal["parameters", "gradients"] = "parameters",
+        average: Literal["all_reduce", "server"] = "all_reduce",
         overlap: Literal["forward", "none"] = "none",
         window: int = 25,
         smoothing: float = 0.16,

@@ -542,6 +542,9 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         lssr: With ``delta="auto"``: the target share of local steps (Eq. 4), in [0, 1).
         aggregation: What a synchronized step averages (Section III-C): the updated parameters, or the gradients before
             the update.
+        average: How a synchronized step averages parameters. ``all_reduce``: each rank sums a share. ``server``: rank 0
+            is the parameter server of Algorithm 1, to which all push, and from which they pull the average; its link
+            carries 2 (ranks - 1) times the parameters. It has no codec, outer step or overlap.
         overlap: With ``aggregation="parameters"``: where a synchronized step's average runs. ``none``: before
             ``step()`` returns; ``forward``: under the next forward pass, in which each module waits for its weights
             only. Then set a smaller ``bucket_mb``, and let nothing else read or write weights right after a step. A
@@ -553,7 +556,7 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
             synchronized step to the average of the replicas. 1: to the average, as in the paper.
         outer_momentum: With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo
             and SlowMo. ``auto``: 0.3 with ``delta="auto"`` and an optimizer with ``betas`` such as Adam, whose steps
-            are shorter because of the noise of a rank's batch; otherwise 0.
+            are shorter because of the noise of a rank's batch; otherwise, and with ``average="server"``, 0.
         partition: Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the
             framework's order.
         full_pass: With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data.
@@ -603,6 +606,7 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         delta: float | Literal["auto"] = "auto",
         lssr: float = 0.8,
         aggregation: Literal["parameters", "gradients"] = "parameters",
+        average: Literal["all_reduce", "server"] = "all_reduce",
         overlap: Literal["forward", "none"] = "none",
         window: int = 25,
         smoothing: float = 0.16,

@@ -160,6 +160,22 @@ class Collectives:
         handle = self._launch("average_with", flat, lambda t: exchange.average_with(t, peers))
         return self._in_background("average_with", handle, flat.device) if background else handle
 
+    def average_at(self, flat: Tensor, server: int = 0, *, background: bool = False) -> Handle[Tensor]:
+        """Sets ``flat`` to its mean over all ranks, summed in their order by rank ``server``: a push and a pull.
+
+        All bytes of all ranks pass the server's link; an all-reduce takes 1 / world_size of the time.
+
+        Args:
+            flat: floating-point; not to be used until the handle has been waited for.
+            server: a rank in ``range(world_size)``.
+            background: as in :meth:`all_reduce`.
+        """
+        self._check(flat, "none", mean=True)
+        self._issue("average_at", flat.nbytes * (self.world_size - 1 if self.rank == server else 1))
+        exchange = self._gloo if self._nccl is None or not flat.is_cuda else self._nccl
+        handle = self._launch("average_at", flat, lambda t: exchange.average_at(t, server))
+        return self._in_background("average_at", handle, flat.device) if background else handle
+
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat``, of any dtype, to all ranks, in place; counted at ``src``."""
         self._issue("broadcast", flat.numel() * flat.element_size() if self.rank == src and not self._alone else 0)

@@ -134,6 +134,25 @@ class GlooExchange:
 
         return self._in_order(average)
 
+    def average_at(self, flat: Tensor, server: int) -> Callable[[], Tensor]:
+        """Sets ``flat`` to its mean over all ranks, which rank ``server`` computes; returns a function that waits."""
+        serves, peers = self._rank == server, [peer for peer in range(self._world_size) if peer != self._rank]
+        received = {peer: self._pool.take(flat.nbytes) for peer in (peers if serves else ())}
+        pushed = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
+        push_messages, pull_messages = (self._messages.tagged(self._next_tag()) for _ in range(2))
+        push = AllToAllExchange(push_messages, {} if serves else {server: flat}, pushed, window=self._world_size)
+
+        def average() -> Tensor:
+            push.finish()
+            if serves:
+                mean_in_order({**pushed, self._rank: flat}, flat)
+                self._pool.give([*received.values()])
+            outgoing, incoming = (dict.fromkeys(peers, flat), {}) if serves else ({}, {server: flat})
+            AllToAllExchange(pull_messages, outgoing, incoming, window=self._world_size).finish()
+            return flat
+
+        return self._in_order(average)
+
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""
         self._pool.clear()

@@ -138,6 +138,19 @@ class NcclExchange:
 
         return self._enqueue(flat, average)
 
+    def average_at(self, flat: Tensor, server: int) -> Callable[[], Tensor]:
+        """See :meth:`GlooExchange.average_at`; NCCL sums, in an order of its own."""
+
+        def average() -> Tensor:
+            total = flat.to(accumulation_dtype(flat.dtype), copy=True)
+            dist.reduce(total, group=self._group, group_dst=server)
+            if self._rank == server:
+                flat.copy_(total.div_(self._world_size))
+            dist.broadcast(flat, group=self._group, group_src=server)
+            return flat
+
+        return self._enqueue(flat, average)
+
     def broadcast(self, flat: Tensor, src: int) -> Callable[[], Tensor]:
         """Copies rank ``src``'s ``flat`` to all ranks; returns a function that waits for it."""
 

@@ -66,7 +66,15 @@ class Fragments:
         outer, force = config.outer_step(optimizer, number), config.elastic_force_of(number)
         codec, feedback = config.codec_of_weights
         self.replicas = ReplicatedTensors(
-            self.buckets, transport, codec, feedback, outer, force, config.undoes_averages, config.neighbors
+            self.buckets,
+            transport,
+            codec,
+            feedback,
+            outer,
+            force,
+            config.undoes_averages,
+            config.neighbors,
+            config.average == "server",
         )
         self._pending: dict[int, PendingAverage] = {}
 

@@ -41,6 +41,10 @@ class ReplicaGroups:
         """Sets ``flat`` to its mean over this group and ``peers``; as :meth:`Collectives.average_with`."""
         return self._gathered(flat, self._column.average_with(self._row.shard(flat), peers, **settings))
 
+    def average_at(self, flat: Tensor, **settings: Any) -> Handle[Tensor]:
+        """Sets ``flat`` to its mean over the groups, by the first one; as :meth:`Collectives.average_at`."""
+        return self._gathered(flat, self._column.average_at(self._row.shard(flat), **settings))
+
     def _gathered(self, flat: Tensor, part: Handle[Tensor]) -> Handle[Tensor]:
         """Returns a handle that waits for a rank's part of ``flat``, and for those of the other ranks of its group."""
 

@@ -15,6 +15,9 @@ from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.neighbors import Neighbors
 from lightning_pipesync.methods.settings import Settings
 
+#: How the average of all replicas is made.
+Average = Literal["all_reduce", "server"]
+
 
 class ReplicaSettings(Settings):
     """Base of a method's settings; a method declares and documents those that users may set."""
@@ -31,6 +34,7 @@ class ReplicaSettings(Settings):
     fragments: int = 1
     participation: float = 1.0
     neighbors: Neighbors = "all"
+    average: Average = "all_reduce"
     ranks_per_replica: int = 1
     lr_scale: float | Literal["auto"] = 1.0
     warmup_steps: int = 0

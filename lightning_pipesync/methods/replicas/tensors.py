@@ -32,6 +32,7 @@ class ReplicatedTensors:
             distance (EASGD).
         keeps_global_weights: whether the global values are kept, also if the next average does not need them.
         neighbors: whose values are averaged; if not all, without a codec, and without global values.
+        at_server: whether rank 0 averages them, as a parameter server; without a codec and global values.
 
     Attributes:
         global_weights: what codecs and the outer step start from.
@@ -48,11 +49,12 @@ class ReplicatedTensors:
         elastic_force: float = 0.0,
         keeps_global_weights: bool = False,
         neighbors: Neighbors = "all",
+        at_server: bool = False,
     ) -> None:
         self.tensors = list(buckets)
         self._transport, self._replicas = transport, replicas_of(transport)
         self._codec = get_codec(codec)
-        self._elastic_force, self._neighbors = elastic_force, neighbors
+        self._elastic_force, self._neighbors, self._at_server = elastic_force, neighbors, at_server
         self._kept: list[Bucket] = []  # this rank's values, while the average is swapped in
         self._swapped_in: list[list[Tensor]] = []  # the average, or the global values, while they are
         self.diverged = False
@@ -105,6 +107,8 @@ class ReplicatedTensors:
         bucket = self._buckets[index]
         if self._neighbors != "all":
             return average_among(self._replicas, self.packed(index), participants or (), background)
+        if self._at_server:
+            return self._replicas.average_at(self.packed(index), background=background)
         self.global_weights.subtract_from(index, self.packed(index))
         if self._elastic_force:
             foreach_add_(self.tensors[index], bucket.views, alpha=-self._elastic_force)

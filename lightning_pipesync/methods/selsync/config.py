@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.settings import ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import Average, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, Topology
 
@@ -42,6 +42,11 @@ class SelSyncConfig(ReplicaSettings):
     aggregation: Aggregation = "parameters"
     """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
 
+    average: Average = "all_reduce"
+    """How a synchronized step averages parameters. ``all_reduce``: each rank sums a share. ``server``: rank 0 is the
+    parameter server of Algorithm 1, to which all push, and from which they pull the average; its link carries
+    2 (ranks - 1) times the parameters. It has no codec, outer step or overlap."""
+
     overlap: Overlap = "none"
     """With ``aggregation="parameters"``: where a synchronized step's average runs. ``none``: before ``step()`` returns;
     ``forward``: under the next forward pass, in which each module waits for its weights only. Then set a smaller
@@ -62,7 +67,7 @@ class SelSyncConfig(ReplicaSettings):
     outer_momentum: float | Literal["auto"] = "auto"
     """With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo and SlowMo.
     ``auto``: 0.3 with ``delta="auto"`` and an optimizer with ``betas`` such as Adam, whose steps are shorter because of
-    the noise of a rank's batch; otherwise 0."""
+    the noise of a rank's batch; otherwise, and with ``average="server"``, 0."""
 
     partition: Partition = "seldp"
     """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's order."""
@@ -112,6 +117,26 @@ class SelSyncConfig(ReplicaSettings):
         self._check("outer_lr", 0 < self.outer_lr < math.inf, "a positive number")
         momentum = self.outer_momentum
         self._check("outer_momentum", momentum == "auto" or 0 <= momentum < 1, "'auto' or in [0, 1)")
+        self._check_server()
+
+    def _check_server(self) -> None:
+        """Raises a ValueError if a parameter server averages, and a setting needs an all-reduce."""
+        if self.average == "all_reduce":
+            return
+        lossless = get_codec(self.compression).lossless
+        for name, allowed, fits in (
+            ("aggregation", "parameters", self.aggregation == "parameters"),
+            ("compression", "none", lossless),
+            ("outer_lr", 1.0, self.outer_lr == 1),
+            ("outer_momentum", 0.0, self.outer_momentum in ("auto", 0)),
+            ("overlap", "none", self.overlap == "none"),
+        ):
+            if not fits:
+                raise ValueError(
+                    f"average={self.average!r} pushes parameters to a server and pulls their average, and "
+                    f"{name}={getattr(self, name)!r} is for an all-reduce: set {name}={allowed!r}, or "
+                    "average='all_reduce'."
+                )
 
     @property
     def overlaps_forward(self) -> bool:
@@ -129,6 +154,8 @@ class SelSyncConfig(ReplicaSettings):
     def outer_momentum_of(self, optimizer: Optimizer) -> float:
         if self.outer_momentum != "auto":
             return self.outer_momentum
+        if self.average == "server":
+            return 0.0
         like_adam = any("betas" in group for group in optimizer.param_groups)
         return MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
 
@@ -148,6 +175,14 @@ class SelSyncConfig(ReplicaSettings):
             for name in ("outer_lr", "outer_momentum", "overlap"):
                 ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"
         if self.is_local:
-            for name in ("aggregation", "compression", "error_feedback", "outer_lr", "outer_momentum", "overlap"):
+            for name in (
+                "aggregation",
+                "average",
+                "compression",
+                "error_feedback",
+                "outer_lr",
+                "outer_momentum",
+                "overlap",
+            ):
                 ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"
         return ignored
