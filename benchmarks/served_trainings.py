@@ -46,7 +46,8 @@ class ServedTrainings:
         self.weights = initial.clone()
         self._model, self._logs, self._batches, self._distance_bound = model, logs, batches, distance_bound
         self._optimizer = make_optimizer([self.weights])
-        oldest = max(update.version - version for log in logs for update in log for version in _versions_of(update))
+        ages = (update.version - version for log in logs for update in log for version in _versions_of(update))
+        oldest = max(ages, default=1)
         self._versions = initial.repeat(oldest + 1, 1, 1)  # a ring, by version
         self._rows = torch.arange(len(initial))
         num_learners = 1 + max(gradient.rank for log in logs for update in log for gradient in update.gradients)

@@ -166,14 +166,14 @@ class Staleness(Command):
                     errors[seed] += [now[seed]] * number_due
             if done < len(logs[0]):
                 trainings.update(done)
-        in_time = [[update for time, update in log if time <= self.passes] for log in timed]
-        late = [one for log in in_time for update in log for one in update.staleness]
-        used = sum(num_gradients(update) for log in in_time for update in log)
-        sent = sum(len(update.gradients) for log in in_time for update in log)
+        in_time = [sum(time <= self.passes for time, _ in log) for log in timed]
+        late = [one for log in logs for update in log for one in update.staleness]
+        used = sum(num_gradients(update) for log in logs for update in log)
+        sent = sum(len(update.gradients) for log in logs for update in log)
         columns = [*zip(*errors, strict=True)]
         reached = [next((t for t, e in zip(times, one, strict=True) if e <= self.target), None) for one in errors]
         return {
-            "updates": fmean(map(len, in_time)),
+            "updates": fmean(in_time),
             "staleness": round(fmean(late), 2),
             "traffic": round(2 * sent / used, 4),
             "diverged": int((~trainings.weights.isfinite().all(dim=1)).sum()),

@@ -118,6 +118,7 @@ def _draw_curve(panel: Any, run: Mapping[str, Any], label: str, look: Mapping[st
     panel.plot(run["times"], run["errors"], label=label, **look)
     pairs = [*zip(run["errors"], run["intervals"], strict=True)]
     low, high = ([max(0.1, error + sign * interval) for error, interval in pairs] for sign in (-1, 1))
+    panel.set_ylim(1, 100)
     panel.fill_between(run["times"], low, high, color=look["color"], alpha=0.12, linewidth=0)
 
 

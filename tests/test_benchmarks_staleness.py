@@ -111,7 +111,7 @@ def test_staleness_is_about_n(n: int, mean: float) -> None:
 def test_the_command(tmp_path: Path) -> None:
     policies = "--policies sync async async:staleness_lr=distance --histograms async n_softsync:n=2"
     sizes = "--learners 4 --gradients 200 --passes 6 --evaluations 3 --batch_size 4 --hidden 4 --seeds 0 1 --target 95"
-    result = result_of("staleness", f"{policies} {sizes} --n_push 1 2 --learning_rates 0.1 1e30", tmp_path)
+    result = result_of("staleness", f"{policies} {sizes} --n_push 1 2 8 --learning_rates 0.1 1e30", tmp_path)
     assert {share: [*found] for share, found in result["counts"].items()} == {
         share: ["async", "n_softsync:n=2"] for share in ("0.1", "1")
     }
@@ -122,7 +122,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert run["times"] == [2.0, 4.0, 6.0]
         assert len(run["errors"]) == len(run["intervals"]) == 3
         assert run["diverged"] == (2 if run.get("learning_rate") == 1e30 else 0)
-    assert [run["traffic"] for run in result["downpour"]] == [2.0, 1.0, 2.0, 1.0]
+    assert [run["traffic"] for run in result["downpour"]] == [2.0, 1.0, 0.25] * 2
     assert [run["staleness"] for run in result["policies"] if run["method"] == "sync"] == [0, 0]
     text = (tmp_path / "staleness.md").read_text()
     assert "| async: staleness_lr=distance | 0.1 |" in text
