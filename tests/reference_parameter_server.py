@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.methods.servers.messages import Update
+from lightning_pipesync.methods.servers.messages import Gradient, Update
 from tests.reference_pipe_sgd import through
 
 
@@ -187,4 +187,96 @@ def ahead(
         for p, one in zip(model.parameters(), before, strict=True):
             p.copy_(one.add(p - one, alpha=part))
     model.zero_grad()
+    return model
+
+
+def replay_shards(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    logs: Sequence[Sequence[Update]],
+    slices: Sequence[Mapping[str, slice]],
+    dc_lambda: float = 0.0,
+    max_norm: float | None = None,
+) -> nn.Module:
+    """Returns the model at the end if each server has its own order (Dean et al., Section 4.1), from all logs.
+
+    Args:
+        logs: of each server.
+        slices: for each server its part of each parameter, flattened, by name. Only these are right in its model.
+        max_norm: what each learner clips its gradient to.
+    """
+    servers = [copy.deepcopy(model) for _ in logs]
+    optimizers = [make_optimizer(server) for server in servers]
+    lr = optimizers[0].param_groups[0]["lr"]
+    versions = [[copy.deepcopy(server)] for server in servers]
+    learners: dict[int, nn.Module] = {}
+    pushed = {
+        (update.gradients[0].rank, update.gradients[0].step): update.gradients[0] for log in logs for update in log
+    }
+    waiting = [pushed[key] for key in sorted(pushed)]
+    gradients: dict[tuple[int, int], tuple[list[Tensor], nn.Module]] = {}  # with what they were computed at
+
+    def are_there(numbers: Sequence[int]) -> bool:
+        return all(number < len(of_server) for number, of_server in zip(numbers, versions, strict=True))
+
+    @torch.no_grad()
+    def fetch(learner: nn.Module, numbers: Sequence[int]) -> None:
+        for number, of_server, parts in zip(numbers, versions, slices, strict=True):
+            fetched = dict(of_server[number].named_parameters())
+            for name, parameter in learner.named_parameters():
+                if name in parts:
+                    parameter.view(-1)[parts[name]] = fetched[name].view(-1)[parts[name]]
+
+    def backward(learner: nn.Module, step: int, rank: int) -> None:
+        learner.zero_grad()
+        loss(learner, step - 1, rank).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(learner.parameters(), max_norm)
+
+    def compute(gradient: Gradient) -> tuple[list[Tensor], nn.Module]:
+        """Returns what a learner pushes."""
+        learner = learners.setdefault(gradient.rank, copy.deepcopy(model))
+        if gradient.accrued is None:
+            fetch(learner, gradient.of_shards)
+            backward(learner, gradient.step, gradient.rank)
+            return [p.grad.clone() for p in learner.parameters()], copy.deepcopy(learner)
+        fetches = {(one.step, one.before_pass): one.of_shards for one in gradient.accrued.fetches}
+        accrued = [torch.zeros_like(p) for p in learner.parameters()]
+        for step in range(gradient.accrued.first_step, gradient.step + 1):
+            if (step, True) in fetches:
+                fetch(learner, fetches[step, True])
+            backward(learner, step, gradient.rank)
+            if (step, False) in fetches:
+                fetch(learner, fetches[step, False])
+            with torch.no_grad():
+                for p, total in zip(learner.parameters(), accrued, strict=True):
+                    total.add_(p.grad)
+                    p.add_(p.grad, alpha=-lr)
+        return accrued, learner
+
+    while any(len(log) >= len(of_server) for log, of_server in zip(logs, versions, strict=True)):
+        before = sum(map(len, versions)) - len(waiting)
+        for gradient in list(waiting):
+            is_next = gradient is next(one for one in waiting if one.rank == gradient.rank)
+            fetched = [one.of_shards for one in gradient.accrued.fetches] if gradient.accrued else [gradient.of_shards]
+            if is_next and all(map(are_there, fetched)):
+                gradients[gradient.rank, gradient.step] = compute(gradient)
+                waiting.remove(gradient)
+        for log, server, optimizer, of_server in zip(logs, servers, optimizers, versions, strict=True):
+            if len(of_server) > len(log):
+                continue
+            update = log[len(of_server) - 1]
+            (used,) = update.gradients
+            if (used.rank, used.step) in gradients:
+                found, learner = gradients[used.rank, used.step]
+                for p, grad, at in zip(server.parameters(), found, learner.parameters(), strict=True):
+                    p.grad = grad.clone()
+                    if dc_lambda:
+                        p.grad.addcmul_(grad * grad, p.detach() - at.detach(), value=dc_lambda)
+                optimizer.param_groups[0]["lr"] = lr * update.lr_factor
+                optimizer.step()
+                of_server.append(copy.deepcopy(server))
+        assert sum(map(len, versions)) - len(waiting) > before, "an update waits for a version that never is"
+    fetch(model, [len(of_server) - 1 for of_server in versions])
     return model

@@ -148,6 +148,7 @@ class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         period: int = 10,
         elastic_force: Literal["auto"] | float = "auto",
         servers: int | None = None,
+        independent_shards: bool = False,
         dedicated_servers: bool = False,
         staleness_lr: Literal["none", "mean", "gradient", "distance"] = "none",
         distance_bound: float = 0.005,

@@ -349,6 +349,9 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         elastic_force: alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers'
             weights move. ``auto``: 0.9 / number of learners.
         servers: Number of servers: the first ranks, each with a share of the weights; they also train. None: all ranks.
+        independent_shards: Whether each server of ``async`` and ``downpour`` applies gradients in the order in which
+            they reach it, and answers at once, without a word with the other servers. The shards of the weights that a
+            learner fetches may then have had different updates (Dean et al., NIPS 2012, Section 4.1).
         dedicated_servers: Whether the servers only serve, as in the papers, and the other ranks train. In plain loops.
         staleness_lr: How the learning rate depends on the staleness of gradients, the number of updates since the
             weights at which they were computed. ``mean``: it is divided by the mean staleness so far, where that is
@@ -420,6 +423,7 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         period: int = 10,
         elastic_force: Literal["auto"] | float = "auto",
         servers: int | None = None,
+        independent_shards: bool = False,
         dedicated_servers: bool = False,
         staleness_lr: Literal["none", "mean", "gradient", "distance"] = "none",
         distance_bound: float = 0.005,

@@ -224,6 +224,7 @@ def _draw_parameter_server(random: Random) -> Settings:
             ["k_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp", "downpour"]
         )
         settings["staleness_lr"] = random.choice(["none", "mean", "gradient"])
+        settings["independent_shards"] = settings["policy"] in ("async", "downpour") and random.random() < 0.5
     return settings
 
 

@@ -47,6 +47,7 @@ class Roles:
     policy: Policy
     force: float  # alpha of EASGD
     survives_loss: bool  # of a rank that does not serve weights
+    coordinators: range  # who decides in which order gradients are used: rank 0, or each server for its shard
 
 
 @renamed({"sync_period": "period"}, {"partition": {"handed_out": "work_queue"}})
@@ -93,6 +94,11 @@ class ParameterServerConfig(Settings):
 
     servers: int | None = None
     """Number of servers: the first ranks, each with a share of the weights; they also train. None: all ranks."""
+
+    independent_shards: bool = False
+    """Whether each server of ``async`` and ``downpour`` applies gradients in the order in which they reach it, and
+    answers at once, without a word with the other servers. The shards of the weights that a learner fetches may then
+    have had different updates (Dean et al., NIPS 2012, Section 4.1)."""
 
     dedicated_servers: bool = False
     """Whether the servers only serve, as in the papers, and the other ranks train. In plain loops."""
@@ -158,14 +164,23 @@ class ParameterServerConfig(Settings):
         self._check("dc_lambda", 0 <= self.dc_lambda < math.inf, "at least 0")
         if self.dedicated_servers and self.servers is None:
             raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
+        if self.independent_shards and self.policy not in ("async", "downpour"):
+            raise ValueError(
+                f"independent_shards=True is for policies in which every push is an update, 'async' and 'downpour', "
+                f"and policy={self.policy!r}: set one of them, or independent_shards=False."
+            )
         moves = self.policy in ("downpour", "easgd")
+        of_one_version = f"is for weights of one version, and with independent_shards={self.independent_shards} shards"
+        apart = f"{of_one_version} have versions of their own"
         learners = f"and with policy={self.policy!r} learners"
         at_servers = f"is for gradients at weights of the servers, {learners} compute them at their own"
         fetched = f"is for weights that learners keep until the next fetch, {learners} change theirs"
         pushed = f"is for gradients, {learners} push weights"
         for name, is_refused, why in (
             ("delay_compensation", moves and self.delay_compensation != "none", at_servers),
+            ("delay_compensation", self.independent_shards and self.delay_compensation == "momentum", apart),
             ("staleness_lr", moves and self.staleness_lr == "distance", at_servers),
+            ("staleness_lr", self.independent_shards and self.staleness_lr == "distance", apart),
             ("fetch_compression", moves and not fetch_codec.lossless, fetched),
             ("compression", self.policy == "easgd" and not codec.lossless, pushed),
         ):
@@ -203,7 +218,8 @@ class ParameterServerConfig(Settings):
         learners = range(servers if self.dedicated_servers else 0, world_size)
         force = 0.9 / len(learners) if self.elastic_force == "auto" else float(self.elastic_force)
         continues = self.on_lost_rank == "continue" or (self.on_lost_rank == "auto" and self.policy in _ASYNCHRONOUS)
-        return Roles(servers, learners, self.policy_for(len(learners)), force, continues and servers < world_size)
+        survives, coordinators = continues and servers < world_size, range(servers if self.independent_shards else 1)
+        return Roles(servers, learners, self.policy_for(len(learners)), force, survives, coordinators)
 
     def policy_for(self, learners: int) -> Policy:
         """Returns the policy with a number of learners; raises a ValueError if ``k`` or ``n`` is more than that."""
@@ -260,6 +276,8 @@ class ParameterServerConfig(Settings):
         if self.policy == "easgd":
             for name in ("staleness_lr", "elementwise", "error_feedback"):
                 ignored[name] = "with policy='easgd', whose optimizers run on the learners"
+        if self.independent_shards and self.servers == 1:
+            ignored["independent_shards"] = "with servers=1, which has all shards: set servers=2, or more"
         if self.staleness_lr != "distance":
             ignored["distance_bound"] = f"with staleness_lr={self.staleness_lr!r}: set 'distance'"
         if self.delay_compensation != "dc_asgd":

@@ -1,5 +1,8 @@
 """The coordinator, on rank 0: takes the decisions that all servers follow, and hands out batches.
 
+With independent shards each server has a coordinator, which takes the decisions for its shard; that on rank 0 hands out
+batches, and compares the weights.
+
 [Note: incomplete gradients]
 A learner may be lost when some servers have its gradient and others do not, and an update by that gradient would never
 end. So where training survives the loss of a learner, all servers report to the coordinator what arrives. A gradient
@@ -33,7 +36,7 @@ from lightning_pipesync.methods.servers.messages import (
 )
 from lightning_pipesync.methods.servers.policies import Sequencer
 
-#: The coordinator's rank. It is a server, too.
+#: The coordinator's rank, or that of the first one. It is a server, too.
 COORDINATOR = 0
 
 

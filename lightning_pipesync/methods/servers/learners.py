@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
-from lightning_pipesync.methods.servers.coordinator import COORDINATOR
 from lightning_pipesync.methods.servers.messages import Accrued, Fetch, Gradient, Push, Request, UpdateSettings
 from lightning_pipesync.methods.servers.router import MessageRouter
 from lightning_pipesync.methods.servers.shards import SharedBucket
@@ -48,7 +48,8 @@ class Learner:
         user_steps: UserSteps,
         config: ParameterServerConfig,
     ) -> None:
-        self.version = self.steps = self.num_cancelled = 0  # of the fetched weights; of steps; of cancelled passes
+        self.steps = self.num_cancelled = 0  # numbers of steps, and of cancelled passes
+        self.versions = (0,) * router.num_servers  # of the fetched weights, by server
         self.ahead = 0.0  # the number of updates by which the fetched weights were predicted
         self.clipping: dict[int, dict[str, float]] = {}  # of the next mean gradient, by optimizer: see UpdateSettings
         self._router, self._rank, self._buckets, self._optimizers = router, rank, buckets, optimizers
@@ -58,10 +59,21 @@ class Learner:
         stepped, result = self._user_steps.update_by_method(index, update, evaluate=self._evaluate)
         if stepped:
             self.steps += 1
-            self._push_and_fetch(Gradient(self._rank, self.steps, self.version, index, self.ahead))
+            identity = Gradient(self._rank, self.steps, self.version, index, self.ahead, of_shards=self._of_shards)
+            self._push_and_fetch(identity)
         self.clipping.pop(index, None)
         mark_stepped(self._optimizers[index])
         return result
+
+    @property
+    def version(self) -> int:
+        """That of the fetched weights; of several shards' versions, the newest."""
+        return max(self.versions)
+
+    @property
+    def _of_shards(self) -> tuple[int, ...]:
+        """What a gradient tells of the fetched weights if its version does not."""
+        return self.versions if self._config.independent_shards else ()
 
     def retire(self) -> None:
         """Waits until all gradients are applied, and fetches the weights, which are the same on all ranks."""
@@ -94,10 +106,10 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and residuals, and the kept replica."""
         residuals = [bucket.residual for bucket in self._buckets if bucket.residual is not None]
-        return {"version": self.version, "steps": self.steps, "residuals": residuals}
+        return {"versions": self.versions, "steps": self.steps, "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.version, self.steps = state["version"], state["steps"]
+        self.versions, self.steps = versions_in(state, self._router.num_servers), state["steps"]
         for bucket, residual in zip(self._buckets, state["residuals"], strict=False):
             if bucket.residual is not None:
                 bucket.residual.copy_(residual)
@@ -123,8 +135,9 @@ class Learner:
         """Waits for the requested weights, and copies them into the buckets; returns whether they are new."""
         with profiled("pull"):
             messages = self._router.await_weights()
+            self.versions = tuple(messages[server].version for server in range(self._router.num_servers))
             for server, message in messages.items():
-                self.version, self.ahead = message.version, message.ahead
+                self.ahead = message.ahead
                 for bucket, shard in zip(self._buckets, message.values or (), strict=False):
                     bucket.receive(server, shard, message.are_differences)
         self._router.newest = max(self._router.newest, self.version)
@@ -137,8 +150,9 @@ class Learner:
         for server in range(self._router.num_servers):
             with profiled("push to server", server):
                 wires = [bucket.encoded(server) for bucket in self._buckets_of(index)]
-                push = Push(gradient, settings if server == COORDINATOR else None, wires, present)
-                self._router.send(server, push)
+                is_used_there = server in self._router.coordinators
+                of_server = replace(gradient, version=gradient.of_shards[server]) if gradient.of_shards else gradient
+                self._router.send(server, Push(of_server, settings if is_used_there else None, wires, present))
 
     def _buckets_of(self, index: int) -> list[SharedBucket]:
         return [bucket for bucket in self._buckets if bucket.group[0] == index]
@@ -207,10 +221,14 @@ class _LocalLearner(Learner):
         super().__init__(*args)
         self._first_step, self._fetches = 1, list[Fetch]()  # since the last push
 
+    def _fetch_of(self, step: int, before_pass: bool) -> Fetch:
+        """Returns what the log has of the weights that this learner has just got."""
+        return Fetch(step, self.version, before_pass, self._of_shards)
+
     def _push_accrued(self, present: list[list[bool]]) -> None:
         """Pushes the packed buckets."""
         accrued = Accrued(self._first_step, tuple(self._fetches))
-        self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued), present)
+        self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued, of_shards=self._of_shards), present)
         self._first_step, self._fetches = self.steps + 1, []
 
 
@@ -232,7 +250,7 @@ class DownpourLearner(_LocalLearner):
         if self._first_step <= self.steps:
             self._push_gradients()
         super().retire()
-        self._fetches = [Fetch(self.steps + 1, self.version, before_pass=True)]
+        self._fetches = [self._fetch_of(self.steps + 1, before_pass=True)]
 
     def retire_to_reload(self) -> None:
         if self._has_requested:
@@ -249,7 +267,7 @@ class DownpourLearner(_LocalLearner):
             self._present[i] = [had or has for had, has in zip(self._present[i], present, strict=True)]
             self._accrued[i].add_(bucket.packed)
         if self._take_requested():
-            self._fetches.append(Fetch(self.steps, self.version, before_pass=False))
+            self._fetches.append(self._fetch_of(self.steps, before_pass=False))
         for bucket in self._buckets:
             group = self._optimizers[0].param_groups[bucket.group[1]]
             alpha = group["lr"] if group.get("maximize") else -group["lr"]
@@ -309,7 +327,7 @@ class EASGDLearner(_LocalLearner):
     def begin_from_flushed(self) -> None:
         """Makes the center, which the parameters hold, the replica."""
         self._kept = []
-        self._fetches.append(Fetch(self.steps + 1, self.version, before_pass=True))
+        self._fetches.append(self._fetch_of(self.steps + 1, before_pass=True))
 
     def keep_replica(self) -> None:
         for bucket in self._buckets:
@@ -340,6 +358,12 @@ class EASGDLearner(_LocalLearner):
         self._kept = [kept.to(bucket.packed.device, copy=True) for bucket, kept in pairs]
         self._first_step, self._resumes = replica["first_step"], True
         load_optimizer_state(self._optimizers[0], replica["optimizer"])
+
+
+def versions_in(state: Mapping[str, Any], num_servers: int) -> tuple[int, ...]:
+    """Returns the versions of all servers' shards in a learner's saved state, which may have had other servers."""
+    versions = state.get("versions") or (state["version"],)  # releases before had one for all
+    return tuple(versions) if len(versions) == num_servers else (max(versions),) * num_servers
 
 
 #: By policy, the kind of learner, if not the base.

@@ -18,6 +18,7 @@ class Fetch:
     step: int
     version: int
     before_pass: bool
+    of_shards: tuple[int, ...] = ()  # the versions of all servers' shards, if each server has its own order
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Gradient:
     optimizer: int = 0  # the index of the optimizer
     ahead: float = 0.0  # the number of updates by which those weights were predicted from that version
     accrued: Accrued | None = None  # the local steps that it sums up; None: it is the gradient of one step
+    of_shards: tuple[int, ...] = ()  # as of Fetch; ``version`` is then that of the shard of who gets the gradient
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Push:
     """A learner's gradient for one server."""
 
     gradient: Gradient
-    settings: UpdateSettings | None  # for the coordinator only
+    settings: UpdateSettings | None  # for a coordinator only
     wires: list[Tensor]  # the encoded values of each shard
     present: list[list[bool]]  # which parameters of each shard have a gradient
 

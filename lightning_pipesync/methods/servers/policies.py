@@ -2,7 +2,8 @@
 
 Learners push gradients at their own pace. The sequencer decides, push by push, which gradients make an update, and
 which learners continue from the new weights. All servers follow its decisions in their order, so that each version of
-the weights is the same on all shards, and a run can be replayed from its decisions.
+the weights is the same on all shards, and a run can be replayed from its decisions. With independent shards each server
+has a sequencer of its own for them.
 """
 
 from __future__ import annotations

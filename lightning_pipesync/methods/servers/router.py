@@ -45,6 +45,7 @@ class MessageRouter:
 
     def __init__(self, transport: Transport, roles: Roles, timeout_s: float) -> None:
         self.num_servers, self._survives_loss = roles.num_servers, roles.survives_loss
+        self.coordinators = roles.coordinators
         self.newest = 0  # version of the weights that this rank knows of
         self.num_resumed = 0  # how many times this rank has resumed from a saved state
         self._rank, self._transport, self._timeout_s = transport.rank, transport, timeout_s
@@ -70,7 +71,8 @@ class MessageRouter:
     # --- requests and answers ---------------------------------------------------------------------------------------
 
     def request(self, request: Request) -> None:
-        self.send(COORDINATOR, request)
+        for rank in self.coordinators:
+            self.send(rank, request)
 
     def await_weights(self, what: str = "the weights of the parameter servers") -> dict[int, WeightsMessage]:
         """Returns the requested weights by server; ``what`` describes them in errors."""
@@ -143,7 +145,7 @@ class MessageRouter:
                 server.push(message)
                 if settings is not None:
                     coordinator.push(gradient, settings)
-                elif self._survives_loss:
+                elif self._survives_loss:  # the coordinator waits for it
                     self.send(COORDINATOR, PushArrived(gradient))
             case Request():
                 coordinator.request(rank, message)
@@ -197,11 +199,12 @@ class MessageRouter:
         self._learners.discard(rank)
         if not self._learners:
             self.fail(error)
-        elif self._rank == COORDINATOR:
+        elif self._rank in self.coordinators:
             others = ", ".join(map(str, sorted(self._learners)))
             text = f"Lost rank {rank} after {self.newest} updates: training continues on rank {others}. {error}"
             with suppress(UserWarning):  # where warnings are errors
-                warnings.warn(text, stacklevel=2)
+                if self._rank == COORDINATOR:
+                    warnings.warn(text, stacklevel=2)
             self._coordinator.forget_rank(rank)
 
     def _end(self, rank: int) -> None:
@@ -210,5 +213,5 @@ class MessageRouter:
             with self._changed:
                 self._is_patient = False
                 self._changed.notify_all()
-        elif self._rank == COORDINATOR:
+        elif self._rank in self.coordinators:
             self._coordinator.forget_rank(rank)

@@ -96,7 +96,7 @@ class ParameterServer(SyncMethod):
         self._serve()
 
     def _serve(self) -> None:
-        """Starts this rank's server, if it has one, and the coordinator, which is used on rank 0 only."""
+        """Starts this rank's server, if it has one, and the coordinator, which is used on ``roles.coordinators``."""
         transport, config, router, roles = self.transport, self.config, self._router, self._roles
         num_servers, policy = roles.num_servers, roles.policy
         shards = [
@@ -114,6 +114,8 @@ class ParameterServer(SyncMethod):
         sequencer = Sequencer(policy, everyone, config.staleness_lr, predicts, range(roles.learners.start))
         followers = everyone if policy.cancels or policy.together else everyone[:num_servers]
         reporting = num_servers - 1 if roles.survives_loss else 0
+        if config.independent_shards:  # each server is its own coordinator
+            followers, reporting = everyone[transport.rank : transport.rank + 1], 0
         self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config.keep_log, reporting)
         router.start(self._coordinator, self._server, self._states.kept)
 
@@ -134,7 +136,10 @@ class ParameterServer(SyncMethod):
 
     @property
     def log(self) -> list[Update]:
-        """All updates so far, with ``keep_log=True``, on rank 0."""
+        """All updates so far, with ``keep_log=True``, on rank 0.
+
+        With ``independent_shards=True`` those of a server's own shard, on each rank that serves.
+        """
         return self._coordinator.log
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -172,12 +177,12 @@ class ParameterServer(SyncMethod):
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Makes the servers clip the mean gradient of the next update by its L2 norm.
 
-        With ``policy="downpour"`` or ``"easgd"`` this rank's gradient is clipped.
+        With ``policy="downpour"`` or ``"easgd"``, and with ``independent_shards``, this rank's gradient is clipped.
 
         Returns:
             The norm of this rank's gradient, 0-dim; no rank has the mean.
         """
-        if self._learner.moves_weights:
+        if self._clips_own:
             return super().clip(max_norm, optimizer)
         self._learner.clipping.setdefault(self._index(optimizer), {})["max_norm"] = max_norm
         gradients = [p.grad for p in self._trained(optimizer) if p.grad is not None]
@@ -185,7 +190,7 @@ class ParameterServer(SyncMethod):
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Makes the servers clip every value of the mean gradient of the next update to ``[-max_value, max_value]``."""
-        if self._learner.moves_weights:
+        if self._clips_own:
             super().clip_value(max_value, optimizer)
             return
         self._learner.clipping.setdefault(self._index(optimizer), {})["max_value"] = max_value
@@ -307,12 +312,14 @@ class ParameterServer(SyncMethod):
 
         A collective call with ``policy="easgd"``.
         """
-        self._router.newest = state["version"]
-        self._router.num_resumed += 1
-        self._coordinator.load_state_dict(state["coordinator"], state["version"])
-        if self._server is not None:
-            self._server.version = state["version"]
         self._learner.load_state_dict(state)
+        versions = self._learner.versions
+        version = versions[self.transport.rank] if self._server is not None else max(versions)
+        self._router.newest = max(versions)
+        self._router.num_resumed += 1
+        self._coordinator.load_state_dict(state["coordinator"], version)
+        if self._server is not None:
+            self._server.version = version
         self._loaded = True
         if self._learner.keeps_replica:
             self._reload()  # the next gradient is of the replica
@@ -324,6 +331,11 @@ class ParameterServer(SyncMethod):
             self._server.close(timeout_s)
         self._router.close(timeout_s)
         super()._detach(timeout_s)
+
+    @property
+    def _clips_own(self) -> bool:
+        """Whether a rank clips its own gradient: no server makes an update of several, or has the norm of all."""
+        return self._learner.moves_weights or self.config.independent_shards
 
     @property
     def _learner_type(self) -> type[Learner]:
