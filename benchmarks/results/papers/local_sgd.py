@@ -103,7 +103,6 @@ _TIMES = tuple(f"topics_time_{rate}" for rate in _RATES)
 EXHIBITS: tuple[Exhibit, ...] = (
     Table("topics", ("topics_quality", *_TIMES), _seconds_to_target),
     Table("topics_steps", _TIMES, _step_times),
-    training_table("topics_quality", ("topics_quality",), ("steps", "best", "better by", "final", "MiB"), _METHODS),
     reported("local_sgd_gossip", "local_sgd_gossip"),
     drawn_by("local_sgd_gossip", "local_sgd_gossip", "gossip.png"),
     training_table(
