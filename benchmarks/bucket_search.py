@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import benchmarks.networks  # noqa: F401 - adds them to the tables
+import benchmarks.baselines.networks  # noqa: F401 - adds them to the tables
 from benchmarks import command
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.cost import LinkCost, end_of_pipeline

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-import benchmarks.mnist1d
-import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
-from benchmarks import command, host_speed_report
-from benchmarks.host_speed import HostSpeeds
-from benchmarks.passes import Passes
+import benchmarks.tasks.mnist1d
+import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
+from benchmarks import command
+from benchmarks.learners import host_speed_report
+from benchmarks.learners.host_speed import HostSpeeds
+from benchmarks.learners.passes import Passes
 from lightning_pipesync.lab.bench import converge
 from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.job import launched

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import command
-from benchmarks.elastic_averaging import error_bound, largest_rate, mixing_matrix, zeta
-from benchmarks.vectorized import Elastic
+from benchmarks.pipelines.vectorized import Elastic
+from benchmarks.theory.elastic_averaging import error_bound, largest_rate, mixing_matrix, zeta
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks import command
-from benchmarks.goodput_job import Job, Ranks, Replicas
-from benchmarks.goodput_log import Line, progress, read, rounds_of, steps_at
-from benchmarks.goodput_replica import KINDS
+from benchmarks.churn.job import Job, Ranks, Replicas
+from benchmarks.churn.log import Line, progress, read, rounds_of, steps_at
+from benchmarks.churn.replica import KINDS
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import looks_of, picture

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import benchmarks.mnist1d
-import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
+import benchmarks.tasks.mnist1d
+import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
 from lightning_pipesync import LinearScalingLR
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar

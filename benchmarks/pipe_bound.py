@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import command
-from benchmarks.convex import PROBLEMS, LinearModel
-from benchmarks.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
+from benchmarks.theory.convex import PROBLEMS, LinearModel
+from benchmarks.theory.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, progress_bar
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import command
-from benchmarks.pipeline_grid import train_at_once
-from benchmarks.pipeline_training import AT_ONCE, PipelineOptions, train
+from benchmarks.pipelines.grid import train_at_once
+from benchmarks.pipelines.training import AT_ONCE, PipelineOptions, train
 from lightning_pipesync.lab.bench.benchmark import progress_bar
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
@@ -34,7 +34,7 @@ class Pipeline(PipelineOptions):
         """Trains with every method at every learning rate and batch size, for each seed.
 
         Returns:
-            Settings, environment, and ``runs``: the results of :func:`~.pipeline_training.train`.
+            Settings, environment, and ``runs``: the results of :func:`~.pipelines.training.train`.
         """
         task, runs = self.build_task(), []
         grid = list(itertools.product(self.batch_sizes, self.seeds, self.learning_rates, self.methods))

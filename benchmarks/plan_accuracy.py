@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import benchmarks.networks  # noqa: F401 - adds them to the models
+import benchmarks.baselines.networks  # noqa: F401 - adds them to the models
 from benchmarks import command
 from benchmarks import plan_accuracy_report as accuracy_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth

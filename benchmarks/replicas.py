@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from benchmarks import command
-from benchmarks.emulated_replica import build, take_steps
-from benchmarks.torchft_diloco import diloco
+from benchmarks.churn.emulated_replica import build, take_steps
+from benchmarks.churn.torchft_diloco import diloco
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.extras import check_extra

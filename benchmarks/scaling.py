@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import benchmarks.baselines
-import benchmarks.networks  # noqa: F401 - both add to what can be compared
+import benchmarks.baselines.networks  # noqa: F401 - both add to what can be compared
 from benchmarks import command
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost

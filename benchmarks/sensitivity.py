@@ -10,11 +10,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-import benchmarks.mnist1d
-import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
+import benchmarks.tasks.mnist1d
+import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
-from benchmarks.densities import check_layer
-from benchmarks.sensitivity_training import train
+from benchmarks.gradients.densities import check_layer
+from benchmarks.gradients.training import train
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table

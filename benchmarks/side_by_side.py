@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks import command
-from benchmarks.pipeline_training import MODELS, Data, error_of, reductions
+from benchmarks.pipelines.training import MODELS, Data, error_of, reductions
 from benchmarks.stages import parse_candidate
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.named_settings import readable

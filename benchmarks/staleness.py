@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adagrad, Optimizer
 
-from benchmarks import command, layered, staleness_report
-from benchmarks.host_speed import HostSpeeds
-from benchmarks.served_trainings import Pass, ServedTrainings
-from benchmarks.simulated_learners import SimulatedLearners, num_gradients
-from benchmarks.vectorized import Dense
+from benchmarks import command
+from benchmarks.learners import staleness_report
+from benchmarks.learners.host_speed import HostSpeeds
+from benchmarks.learners.served_trainings import Pass, ServedTrainings
+from benchmarks.learners.simulated_learners import SimulatedLearners, num_gradients
+from benchmarks.pipelines import layered
+from benchmarks.pipelines.vectorized import Dense
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.named_settings import parse_settings
 from lightning_pipesync.lab.bench.tables import environment, interval_of

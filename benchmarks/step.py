@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.baselines
-import benchmarks.networks  # noqa: F401 - both add to what can be compared
+import benchmarks.baselines.networks  # noqa: F401 - both add to what can be compared
 from benchmarks import command
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import step

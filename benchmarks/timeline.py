@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 import benchmarks.baselines
-import benchmarks.networks  # noqa: F401 - both add to what can be drawn
+import benchmarks.baselines.networks  # noqa: F401 - both add to what can be drawn
 from benchmarks import command
 from lightning_pipesync.lab.bench import timeline
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import benchmarks.mnist1d
-import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
+import benchmarks.tasks.mnist1d
+import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
-from benchmarks.densities import LAYERS, check_layer, density_of
+from benchmarks.gradients.densities import LAYERS, check_layer, density_of
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.converge import config_of, parse_method, points_of
 from lightning_pipesync.lab.bench.named_settings import readable

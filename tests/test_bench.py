@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.collectives import Collectives
-from benchmarks.push_pull import PushPull
+from benchmarks.learners.push_pull import PushPull
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.transport import Transport

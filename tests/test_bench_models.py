@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-import benchmarks.networks  # noqa: F401 - adds them to the models
+import benchmarks.baselines.networks  # noqa: F401 - adds them to the models
 from lightning_pipesync.lab.bench.models import (
     TABLES,
     BenchModel,

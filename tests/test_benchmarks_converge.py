@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import host_speed_report, passes
-from benchmarks.host_speed import HostSpeeds
-from benchmarks.passes import Passes
-from benchmarks.throughput import gradients_per_second
+from benchmarks.learners import host_speed_report, passes
+from benchmarks.learners.host_speed import HostSpeeds
+from benchmarks.learners.passes import Passes
+from benchmarks.learners.throughput import gradients_per_second
 from lightning_pipesync.lab.bench.converge import config_of, parse_method
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.methods.servers import ParameterServerConfig

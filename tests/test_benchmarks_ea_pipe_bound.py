@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.ea_pipe_bound import GAP, LIPSCHITZ, SIZE, VARIANCE, EAPipeBound, Quadratic, Setting, measure, points_of
-from benchmarks.elastic_averaging import mixing_matrix
 from benchmarks.results.exhibit import Claims, Finding
 from benchmarks.results.job import Record
 from benchmarks.results.papers import TABLES
+from benchmarks.theory.elastic_averaging import mixing_matrix
 from tests.bench_runs import assert_pictures, result_of, run_command
 
 

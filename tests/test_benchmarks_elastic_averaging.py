@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.elastic_averaging import error_bound, largest_rate, mixing_matrix, pull_matrix, zeta
+from benchmarks.theory.elastic_averaging import error_bound, largest_rate, mixing_matrix, pull_matrix, zeta
 
 PAIRS = [(n, alpha) for n in (1, 2, 4, 8, 50) for alpha in (0.01, 0.1, 0.3, 0.5, 0.9)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.churn.job import KILLED
+from benchmarks.churn.log import Line, progress, read, rounds_of, steps_at
 from benchmarks.goodput import Goodput
-from benchmarks.goodput_job import KILLED
-from benchmarks.goodput_log import Line, progress, read, rounds_of, steps_at
 from tests.bench_runs import assert_pictures
 
 #: A round of two steps, on a machine that may be busy.

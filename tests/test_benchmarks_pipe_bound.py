@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.convex import PROBLEMS
 from benchmarks.pipe_bound import PipeBound, points_of, step_size_of, train
-from benchmarks.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
 from benchmarks.results.exhibit import Claims, Finding
 from benchmarks.results.job import Record
 from benchmarks.results.papers import TABLES
+from benchmarks.theory.convex import PROBLEMS
+from benchmarks.theory.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
 from tests.bench_runs import assert_pictures, result_of, run_command
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.pipe_cost import PipeCost, convergence_bound, iterations_to_bound
+from benchmarks.theory.pipe_cost import PipeCost, convergence_bound, iterations_to_bound
 from lightning_pipesync.core.cost import LinkCost
 
 ALPHA, BETA, GAMMA, S, N = 1e-4, 8e-9, 1e-10, 2e-3, 1e8

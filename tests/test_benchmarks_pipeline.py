@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
-from benchmarks import pipeline_grid, pipeline_training
 from benchmarks.pipeline import Pipeline, choice_of, outcome_of
-from benchmarks.pipeline_grid import train_at_once
-from benchmarks.pipeline_training import MODELS, Data, build_engine, parse_method, train
+from benchmarks.pipelines import grid as pipeline_grid
+from benchmarks.pipelines import training as pipeline_training
+from benchmarks.pipelines.grid import train_at_once
+from benchmarks.pipelines.training import MODELS, Data, build_engine, parse_method, train
 from lightning_pipesync.core.layers import flattened, numbers_of_parameters, partition
 from lightning_pipesync.lab.bench.tasks import RECIPES, build_task
 from lightning_pipesync.methods.ea_pipe import EAPipe

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.emulated_replica import take_steps
+from benchmarks.churn.emulated_replica import take_steps
 from benchmarks.replicas import ALONE, Meeting, Replicas
 from tests.harness import free_port, launch
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.curvature import flat, top_eigenvalue
-from benchmarks.densities import density_of
+from benchmarks.gradients.curvature import flat, top_eigenvalue
+from benchmarks.gradients.densities import density_of
+from benchmarks.gradients.training import train
 from benchmarks.sensitivity import Sensitivity, changes, correlation, relative_changes
-from benchmarks.sensitivity_training import train
 from lightning_pipesync.lab.bench.models.real import TransformerLM
 from tests.bench_runs import assert_pictures, result_of, run_command
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adagrad
 
-from benchmarks import layered
-from benchmarks.host_speed import HostSpeeds
-from benchmarks.served_trainings import Pass, ServedTrainings
-from benchmarks.simulated_learners import SimulatedLearners
+from benchmarks.learners.host_speed import HostSpeeds
+from benchmarks.learners.served_trainings import Pass, ServedTrainings
+from benchmarks.learners.simulated_learners import SimulatedLearners
+from benchmarks.pipelines import layered
+from benchmarks.pipelines.vectorized import Dense
 from benchmarks.staleness import config_of
-from benchmarks.vectorized import Dense
 from lightning_pipesync.methods.servers.messages import Fetch, Update
 from tests.bench_runs import assert_pictures, result_of, run_command
 from tests.reference_parameter_server import replay, replay_downpour

@@ -11,9 +11,9 @@ import torch
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
-import benchmarks.mnist1d  # noqa: F401 - adds itself to the tasks
-from benchmarks.layered import residual_mlp
-from benchmarks.vectorized import Dense, trainings_of
+import benchmarks.tasks.mnist1d  # noqa: F401 - adds itself to the tasks
+from benchmarks.pipelines.layered import residual_mlp
+from benchmarks.pipelines.vectorized import Dense, trainings_of
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig
 from tests.reference_ea_pipe import Weights, reference_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.networks import densenet201, inceptionv4
+from benchmarks.baselines.networks import densenet201, inceptionv4
 from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes

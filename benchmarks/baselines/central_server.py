@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.baselines.over_transport import OverTransport
-from benchmarks.push_pull import PushPull
+from benchmarks.learners.push_pull import PushPull
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.lab.bench.models import BenchModel
 

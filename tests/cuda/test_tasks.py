@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pipeline import Pipeline
-from benchmarks.pipeline_training import train as train_pipeline
+from benchmarks.pipelines.training import train as train_pipeline
 from lightning_pipesync.lab.bench.converge import Converge, parse_method, train
 from lightning_pipesync.lab.bench.tasks import build_task
 from tests.cuda.device import launch_on_device, needs_cuda

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks import host_speed_report, large_batches, staleness_report
+from benchmarks import large_batches
+from benchmarks.learners import host_speed_report, staleness_report
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import drawn_by, named, reported, span, step_row

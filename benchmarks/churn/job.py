@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.goodput_log import read
-from benchmarks.goodput_replica import end_with_parent
+from benchmarks.churn.log import read
+from benchmarks.churn.replica import end_with_parent
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 
 #: What torchrun says of a worker that SIGKILL has ended.
@@ -128,7 +128,7 @@ class Replicas(Job):
     def start(self) -> None:
         for replica in range(self.replicas):
             if replica not in self._started:
-                words = ["benchmarks.goodput_replica", self._settings, str(self.folder)]
+                words = ["benchmarks.churn.replica", self._settings, str(self.folder)]
                 self._start(replica, words, **self._variables, **{NAME: str(replica)})
 
 
@@ -142,7 +142,7 @@ class Ranks(Job):
     def start(self) -> None:
         if not self._started:
             options = ["--standalone", "--nproc-per-node", str(self.replicas), "--max-restarts", "1000000"]
-            module = ["-m", "benchmarks.goodput_replica", self._settings, str(self.folder)]
+            module = ["-m", "benchmarks.churn.replica", self._settings, str(self.folder)]
             # Otherwise ranks that are started again find the addresses of dead ones, and cannot connect.
             self._start(0, ["torch.distributed.run", *options, *module], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 

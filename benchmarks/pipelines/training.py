@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
-import benchmarks.mnist1d  # noqa: F401 - adds it to the tasks
-from benchmarks import layered
+import benchmarks.tasks.mnist1d  # noqa: F401 - adds it to the tasks
+from benchmarks.pipelines import layered
 from lightning_pipesync.lab.bench.benchmark import Command
 from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.lab.bench.tasks import READ_TASKS, Task, build_task, check_choice, evaluations

@@ -1,6 +1,6 @@
 """A process of ``benchmarks.goodput``: it trains until it is killed, and writes a log of its steps.
 
-``python -m benchmarks.goodput_replica SETTINGS FOLDER``, with SETTINGS as JSON. The log is a line of JSON for each
+``python -m benchmarks.churn.replica SETTINGS FOLDER``, with SETTINGS as JSON. The log is a line of JSON for each
 event, with the ``time`` of the system's monotonic clock, the ``pid``, and the number of rounds: ``start``, ``begin``
 before the first step, ``step``, and ``undone`` if the steps since the last round are. In DDP each step is a round.
 """
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from benchmarks.emulated_replica import build, take_steps
-from benchmarks.torchft_diloco import diloco
+from benchmarks.churn.emulated_replica import build, take_steps
+from benchmarks.churn.torchft_diloco import diloco
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME
 from lightning_pipesync.core.files import replacing

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, default_collate
 
-from benchmarks.curvature import flat, top_eigenvalue
-from benchmarks.densities import LAYERS, density_of
-from benchmarks.pipeline_training import quality_of
+from benchmarks.gradients.curvature import flat, top_eigenvalue
+from benchmarks.gradients.densities import LAYERS, density_of
+from benchmarks.pipelines.training import quality_of
 from lightning_pipesync.lab.bench.tasks import Task, build_task, evaluations
 from lightning_pipesync.methods.replicas.gradient_change import GradientChangeTracker
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmarks.layered import Residual
-from benchmarks.pipeline_training import (
+from benchmarks.pipelines.layered import Residual
+from benchmarks.pipelines.training import (
     Data,
     PipelineOptions,
     least_pipeline,
     reductions,
 )
-from benchmarks.vectorized import Dense, Trainings, trainings_of
+from benchmarks.pipelines.vectorized import Dense, Trainings, trainings_of
 from lightning_pipesync.core import layers as chain
 from lightning_pipesync.lab.bench.tasks import Task, evaluations
 
@@ -31,7 +31,7 @@ MOST_MODELS = 240
 
 
 def train_at_once(task: Task, settings: PipelineOptions) -> Iterator[dict[str, Any]]:
-    """Trains with many models at once; yields the results of :func:`~.pipeline_training.train`, in another order.
+    """Trains with many models at once; yields the results of :func:`~.pipelines.training.train`, in another order.
 
     EA-Pipe trains whole rounds: mini-batches after the last round are skipped, and the learning rate is reduced between
     rounds. The pipelines are not flushed for an evaluation, unlike the engine's, where a flush shortens the delay of

@@ -1,4 +1,4 @@
-"""The logs of ``benchmarks.goodput_replica``: which steps count, and when."""
+"""The logs of ``benchmarks.churn.replica``: which steps count, and when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Line:
-    """What a process of a replica has noted; see :mod:`benchmarks.goodput_replica`."""
+    """What a process of a replica has noted; see :mod:`benchmarks.churn.replica`."""
 
     time: float
     pid: int

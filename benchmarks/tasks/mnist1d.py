@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from benchmarks import layered
+from benchmarks.pipelines import layered
 from lightning_pipesync.lab.bench.tasks import TASKS, Task
 
 #: The shape of each digit, as its authors drew it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.simulated_learners import SimulatedLearners, num_gradients
+from benchmarks.learners.simulated_learners import SimulatedLearners, num_gradients
 from lightning_pipesync.methods.servers import ParameterServerConfig
 
 

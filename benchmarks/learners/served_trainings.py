@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.vectorized import Dense
+from benchmarks.pipelines.vectorized import Dense
 from lightning_pipesync.methods.servers.messages import Gradient, Update
 
 #: A learner, and the number of its pass.

@@ -1,0 +1,1 @@
+"""Replicas that are killed and come back, beside torchft's DiLoCo."""

@@ -1,0 +1,1 @@
+"""What a training's gradient, Hessian and weights look like."""

@@ -1,0 +1,1 @@
+"""Pipelines of small classifiers, all stages in one process."""

@@ -1,0 +1,1 @@
+"""Tasks that only the papers' experiments need: each adds itself to the tasks of ``bench converge``."""

@@ -1,0 +1,1 @@
+"""Cost models and convex problems of which the papers' bounds are known."""
