@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,10 +197,12 @@ def digest_of(jobs: Sequence[str]) -> str:
 
 
 def _wrapped(command: str, width: int = 118) -> str:
-    """Returns a command in lines of at most this width, where its words allow it."""
+    """Returns a command in lines of at most this width, each option with its values in one if that is possible."""
     lines = [""]
-    for word in command.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("   ")
-        lines[-1] += f" {word}" if lines[-1] else word
+    for part in re.split(r" (?=--)", command):
+        words = [part] if len(part) + 4 <= width else part.split(" ")
+        for word in words:
+            if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+                lines.append("   ")
+            lines[-1] += f" {word}" if lines[-1] else word
     return " \\\n".join(lines)
