@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.local_sgd import LocalSGD
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
@@ -101,6 +102,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, topology: str) -> Non
     for whole, resumed, refusal in outcomes()["resumed", name, topology]:
         assert_same(resumed, whole)
         assert_raised(refusal, "ValueError", f"'topology': '{topology}", "'topology': 'flat'")
+
+
+def trained_alone(topology: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights of a run with an outer step of this rank's shards, and of one that clips by their norm."""
+    outer, clipped = begin("local_sgd, outer", topology), Run(DeAR, "sgd", topology=topology)
+    outer.steps(range(STEPS))
+    for number in range(STEPS):
+        clipped.backward(number)
+        clipped.sync.clip(0.1)
+        clipped.sync.step()
+    return outer.end(), clipped.end()
+
+
+def test_a_rank_alone_owns_all_of_a_tree() -> None:
+    alone = launch_cases({topology: partial(trained_alone, topology) for topology in ("flat", "tree")}, 1)
+    for weights, expected in zip(alone["tree"][0], alone["flat"][0], strict=True):
+        assert_same(weights, expected)
 
 
 @pytest.mark.parametrize(

@@ -76,23 +76,26 @@ class Tree:
 
 
 class DoubleTree(Topology):
-    """Two complementary trees of all ranks; the two roots own the halves of each buffer, and other ranks nothing."""
+    """Two complementary trees of all ranks; the two roots own the halves of each buffer, and other ranks nothing.
+
+    A rank alone is the root of one tree, and owns all.
+    """
 
     sends_sums = True
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self.num_shards = 2
         ranks = range(world_size)
         mirrored = ranks[::-1] if world_size % 2 == 0 else [*ranks[1:], *ranks[:1]]
-        self.trees = (Tree(ranks), Tree(mirrored))
+        self.trees = [Tree(ranks), Tree(mirrored)] if world_size > 1 else [Tree(ranks)]
+        self.num_shards = len(self.trees)
 
     def __str__(self) -> str:
         return "tree"
 
     def halves(self, numel: int) -> list[slice]:
         """Returns the slice of each tree; the second one may be shorter, or empty."""
-        return [shard_slice(numel, half, 2) for half in range(2)]
+        return [shard_slice(numel, half, self.num_shards) for half in range(self.num_shards)]
 
     def shard_slice(self, numel: int, rank: int) -> slice:
         owned = (half for half, tree in zip(self.halves(numel), self.trees, strict=True) if tree.root == rank)
