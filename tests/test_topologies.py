@@ -128,6 +128,7 @@ def test_a_rank_alone_owns_all_of_a_tree() -> None:
         ("local_sgd", {"topology": "tree", "ranks_per_replica": 2}, "ranks_per_replica=2 .* set topology='auto'"),
         ("local_sgd", {"topology": "tree", "lighthouse": "host:1"}, "topology='tree' arranges replicas that stay"),
         ("local_sgd", {"topology": "torus2d", "neighbors": "ring"}, "topology='torus2d' arranges all replicas"),
+        ("selsync", {"topology": "tree", "average": "server"}, "topology='tree' is for .* set topology='auto'"),
         *((name, {"topology": "ring"}, "topology must be .*, got 'ring'") for name in ARRANGED),
         *((name, {"torus_columns": 2}, "torus_columns=2 must be .* with topology='torus2d'") for name in ARRANGED),
     ],

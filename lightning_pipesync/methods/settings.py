@@ -110,6 +110,11 @@ class Settings:
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
+    def is_arranged(self) -> bool:
+        """Whether ``topology`` asks for averages of all ranks that are arranged on a torus or on trees."""
+        return self.topology in ("torus2d", "tree")
+
+    @property
     def arrangement(self) -> dict[str, Any]:
         """The arguments of a :class:`Transport` that say how ranks are arranged for all-reduces."""
         return {"topology": self.topology, "torus_columns": self.torus_columns, "codec": self.compression}

@@ -185,9 +185,8 @@ class LocalSGDConfig(ReplicaSettings):
         """Raises a ValueError if replicas average with neighbors, and a setting needs the average of all."""
         if self.neighbors == "all":
             return
-        arranged = self.topology in ("torus2d", "tree")
         excluded = {
-            "topology": (self.topology if arranged else "auto", "auto", "arranges all replicas"),
+            "topology": (self.topology if self.is_arranged else "auto", "auto", "arranges all replicas"),
             "outer_optimizer": (self.outer_optimizer, "none", "moves global weights by the average of all replicas"),
             "participation": (self.participation, 1.0, "leaves replicas out"),
             "period": (self.period if self.period == BY_GRADIENT else 16, 16, "has all replicas meet at each step"),

@@ -67,7 +67,7 @@ class ReplicaSettings(Settings):
 
     def _check_topology(self) -> None:
         """Raises a ValueError if averages cannot be on a torus or a tree, or gain nothing there."""
-        if self.topology in ("torus2d", "tree") and self.ranks_per_replica > 1:
+        if self.is_arranged and self.ranks_per_replica > 1:
             raise ValueError(
                 f"ranks_per_replica={self.ranks_per_replica!r} arranges the ranks in groups, which topology="
                 f"{self.topology!r} would arrange otherwise: set topology='auto', or ranks_per_replica=1."
@@ -85,12 +85,11 @@ class ReplicaSettings(Settings):
         host, _, port = self.lighthouse.rpartition(":")
         self._check("lighthouse", bool(host) and port.isdigit(), "host:port, such as 'host0:29510'")
         self._check_least(num_replicas=1)
-        is_arranged = self.topology in ("torus2d", "tree")
         excluded = {
             "injection": (self.injection, None, "needs all ranks' rows in each batch"),
             "partition": (self.partition, "defdp", "gives each rank chunks of its own"),
             "warmup_steps": (self.warmup_steps, 0, "averages the gradients of all ranks in each step"),
-            "topology": (self.topology if is_arranged else "auto", "auto", "arranges replicas that stay"),
+            "topology": (self.topology if self.is_arranged else "auto", "auto", "arranges replicas that stay"),
         }
         for name, (value, allowed, why) in excluded.items():
             if value != allowed:

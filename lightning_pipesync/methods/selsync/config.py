@@ -130,6 +130,7 @@ class SelSyncConfig(ReplicaSettings):
             ("outer_lr", 1.0, self.outer_lr == 1),
             ("outer_momentum", 0.0, self.outer_momentum in ("auto", 0)),
             ("overlap", "none", self.overlap == "none"),
+            ("topology", "auto", not self.is_arranged),
         ):
             if not fits:
                 raise ValueError(
