@@ -71,10 +71,10 @@ class Fragments:
             codec,
             feedback,
             outer,
-            force,
-            config.undoes_averages,
-            config.neighbors,
-            config.average == "server",
+            elastic_force=force,
+            keeps_global_weights=config.undoes_averages,
+            neighbors=config.neighbors,
+            at_server=config.average == "server",
         )
         self._pending: dict[int, PendingAverage] = {}
 

@@ -106,7 +106,8 @@ class ReplicatedTensors:
         """
         bucket = self._buckets[index]
         if self._neighbors != "all":
-            return average_among(self._replicas, self.packed(index), participants or (), background)
+            assert participants is not None  # with nobody the average would be this rank's own values
+            return average_among(self._replicas, self.packed(index), participants, background)
         if self._at_server:
             return self._replicas.average_at(self.packed(index), background=background)
         self.global_weights.subtract_from(index, self.packed(index))
