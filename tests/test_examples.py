@@ -155,13 +155,13 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("script", "options", "word"),
     [
-        ("overhead.py", ["--steps", 2, "--batch-size", 1, "--sequence", 4], "tracker"),
+        ("overhead.py", ["--steps", 2, "--batch_size", 1, "--sequence", 4], "tracker"),
         ("selsync_overhead.py", ["--steps", 10, "--rounds", 1], "SelDP"),
         ("codecs.py", ["--mib", 1, "--rounds", 2], "truncate16"),
     ],
 )
-def test_benchmarks(script: str, options: list[object], word: str) -> None:
-    [result] = run_forked(1, f"../benchmarks/{script}", *options)
+def test_benchmarks(script: str, options: list[object], word: str, tmp_path: Path) -> None:
+    [result] = run_forked(1, f"../benchmarks/{script}", *options, "--output", tmp_path)
     assert result.returncode == 0, result.stderr
     assert word in result.stdout
 

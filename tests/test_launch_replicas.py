@@ -295,7 +295,7 @@ time.sleep(1000)
         wait_until(lambda: all((tmp_path / f"ready{name}").exists() for name in range(2)), "the replicas do not start")
         left = [int(path.read_text()) for path in tmp_path.glob("left*")]
         assert len(left) == 4
-        assert all(map(is_running, left))
+        wait_until(lambda: all(map(is_running, left)), "what they leave behind does not run")
     finally:
         launcher.kill()
         launcher.wait()
