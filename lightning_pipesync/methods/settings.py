@@ -75,6 +75,19 @@ class Settings:
         if not fits:
             raise ValueError(f"{name} must be {words}, got {getattr(self, name)!r}.")
 
+    def _refuse(self, reason: str, instead: str, refused: Mapping[str, tuple[bool, Any, str]]) -> None:
+        """Raises a ValueError that names a setting which does not go with another one.
+
+        Args:
+            reason: the other setting with its value, and what it is for.
+            instead: what else can be done.
+            refused: by name of a setting, whether it is refused, a value that goes, and why its own does not.
+        """
+        for name, (is_refused, allowed, why) in refused.items():
+            if is_refused:
+                value = getattr(self, name)
+                raise ValueError(f"{reason}, and {name}={value!r} {why}: set {name}={allowed!r}, or {instead}.")
+
     def _check_least(self, **least: int) -> None:
         """Raises a ValueError that names an integer setting, unless it is None or at least its least value."""
         for name, bound in least.items():

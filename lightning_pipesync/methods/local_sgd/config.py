@@ -185,22 +185,18 @@ class LocalSGDConfig(ReplicaSettings):
         """Raises a ValueError if replicas average with neighbors, and a setting needs the average of all."""
         if self.neighbors == "all":
             return
-        excluded = {
-            "topology": (self.topology if self.is_arranged else "auto", "auto", "arranges all replicas"),
-            "outer_optimizer": (self.outer_optimizer, "none", "moves global weights by the average of all replicas"),
-            "participation": (self.participation, 1.0, "leaves replicas out"),
-            "period": (self.period if self.period == BY_GRADIENT else 16, 16, "has all replicas meet at each step"),
-            "average_optimizer_states": (self.average_optimizer_states, False, "averages those of all replicas"),
-            "lighthouse": (self.lighthouse, None, "has all replicas complete a round together, or none"),
+        lossy, outer = not get_codec(self.compression).lossless, self.outer_optimizer != "none"
+        states, lighthouse = self.average_optimizer_states, self.lighthouse is not None
+        refused = {
+            "topology": (self.is_arranged, "auto", "arranges all replicas"),
+            "outer_optimizer": (outer, "none", "moves global weights by the average of all replicas"),
+            "participation": (self.participation != 1, 1.0, "leaves replicas out"),
+            "period": (self.period == BY_GRADIENT, 16, "has all replicas meet at each step"),
+            "average_optimizer_states": (states, False, "averages those of all replicas"),
+            "lighthouse": (lighthouse, None, "has all replicas complete a round together, or none"),
+            "compression": (lossy, "none", "encodes the difference to weights that all have"),
         }
-        if not get_codec(self.compression).lossless:
-            excluded["compression"] = (str(self.compression), "none", "encodes the difference to weights that all have")
-        for name, (value, allowed, why) in excluded.items():
-            if value != allowed:
-                raise ValueError(
-                    f"neighbors={self.neighbors!r} averages with some replicas, and {name}={value!r} {why}: set "
-                    f"{name}={allowed!r}, or neighbors='all'."
-                )
+        self._refuse(f"neighbors={self.neighbors!r} averages with some replicas", "neighbors='all'", refused)
 
     def elastic_force_of(self, num_replicas: int) -> float:
         if self.outer_optimizer != "elastic":

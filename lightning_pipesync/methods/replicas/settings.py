@@ -85,18 +85,15 @@ class ReplicaSettings(Settings):
         host, _, port = self.lighthouse.rpartition(":")
         self._check("lighthouse", bool(host) and port.isdigit(), "host:port, such as 'host0:29510'")
         self._check_least(num_replicas=1)
-        excluded = {
-            "injection": (self.injection, None, "needs all ranks' rows in each batch"),
-            "partition": (self.partition, "defdp", "gives each rank chunks of its own"),
-            "warmup_steps": (self.warmup_steps, 0, "averages the gradients of all ranks in each step"),
-            "topology": (self.topology if self.is_arranged else "auto", "auto", "arranges replicas that stay"),
+        refused = {
+            "injection": (self.injection is not None, None, "needs all ranks' rows in each batch"),
+            "partition": (self.partition != "defdp", "defdp", "gives each rank chunks of its own"),
+            "warmup_steps": (self.warmup_steps != 0, 0, "averages the gradients of all ranks in each step"),
+            "topology": (self.is_arranged, "auto", "arranges replicas that stay"),
         }
-        for name, (value, allowed, why) in excluded.items():
-            if value != allowed:
-                raise ValueError(
-                    f"lighthouse={self.lighthouse!r} is for replicas that come and go, and {name}={value!r} {why}: set "
-                    f"{name}={allowed!r}, or leave lighthouse out."
-                )
+        self._refuse(
+            f"lighthouse={self.lighthouse!r} is for replicas that come and go", "leave lighthouse out", refused
+        )
 
     def _set_from_environment(self, name: str, variable: str) -> None:
         """Sets a setting that was left out to what a launcher has put into the environment."""

@@ -123,21 +123,17 @@ class SelSyncConfig(ReplicaSettings):
         """Raises a ValueError if a parameter server averages, and a setting needs an all-reduce."""
         if self.average == "all_reduce":
             return
-        lossless = get_codec(self.compression).lossless
-        for name, allowed, fits in (
-            ("aggregation", "parameters", self.aggregation == "parameters"),
-            ("compression", "none", lossless),
-            ("outer_lr", 1.0, self.outer_lr == 1),
-            ("outer_momentum", 0.0, self.outer_momentum in ("auto", 0)),
-            ("overlap", "none", self.overlap == "none"),
-            ("topology", "auto", not self.is_arranged),
-        ):
-            if not fits:
-                raise ValueError(
-                    f"average={self.average!r} pushes parameters to a server and pulls their average, and "
-                    f"{name}={getattr(self, name)!r} is for an all-reduce: set {name}={allowed!r}, or "
-                    "average='all_reduce'."
-                )
+        why = "is for an all-reduce"
+        refused = {
+            "aggregation": (self.aggregation != "parameters", "parameters", why),
+            "compression": (not get_codec(self.compression).lossless, "none", why),
+            "outer_lr": (self.outer_lr != 1, 1.0, why),
+            "outer_momentum": (self.outer_momentum not in ("auto", 0), 0.0, why),
+            "overlap": (self.overlap != "none", "none", why),
+            "topology": (self.is_arranged, "auto", why),
+        }
+        reason = f"average={self.average!r} pushes parameters to a server and pulls their average"
+        self._refuse(reason, "average='all_reduce'", refused)
 
     @property
     def overlaps_forward(self) -> bool:
