@@ -17,6 +17,7 @@ from tests.lost_ranks import be_patient
 from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 from tests.reference_gossip import simulate
 from tests.reference_selsync import mean
+from tests.test_local_sgd import drift_apart
 
 STEPS = 13
 FRAGMENTS = [["0.weight", "0.bias"], ["1.weight", "1.bias", "3.weight", "3.bias"]]  # of about the same size
@@ -71,29 +72,11 @@ def test_follows_the_reference(name: str, world_size: int) -> None:
 # --- ranks that differ, and that are lost -----------------------------------------------------------------------------
 
 
-def drift_apart(neighbors: str, evaluates: bool) -> tuple[str, str] | None:
-    """Rank 1 takes a step more than the others before a validation, or validates while they train."""
-    run = Run(LocalSGD, neighbors=neighbors, period=4, timeout_s=10)
-
-    def diverge() -> None:
-        run.steps(range(3 if evaluates else 2))
-        if dist.get_rank() == 1 and not evaluates:
-            run.step(3)
-        if dist.get_rank() == 1 or not evaluates:
-            run.sync.flush()
-        run.step(4)
-
-    outcome = raised(diverge)
-    run.sync.detach(timeout_s=1.0)
-    dist.barrier()
-    return outcome
-
-
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("neighbors", ["ring", "random_pairs"])
 def test_ranks_that_differ_are_named_on_all(neighbors: str, evaluates: bool) -> None:
     """Also on those that are no neighbors of theirs."""
-    for outcome in on_ranks(drift_apart, 4, neighbors, evaluates):
+    for outcome in on_ranks(drift_apart, 4, evaluates, neighbors):
         assert_raised(outcome, "RuntimeError", "ank 1")
 
 

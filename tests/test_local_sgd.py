@@ -98,9 +98,9 @@ def test_follows_the_papers(name: str, world_size: int) -> None:
             assert_same(outcome["consolidated"], center, rank)
 
 
-def drift_apart(evaluates: bool) -> tuple[str, str] | None:
+def drift_apart(evaluates: bool, neighbors: str = "all") -> tuple[str, str] | None:
     """Rank 1 takes a step more than the others before a validation, or validates while they train."""
-    run = Run(LocalSGD, period=4, timeout_s=10)
+    run = Run(LocalSGD, neighbors=neighbors, period=4, timeout_s=10)
 
     def diverge() -> None:
         run.steps(range(3 if evaluates else 2))

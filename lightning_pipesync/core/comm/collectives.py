@@ -154,11 +154,8 @@ class Collectives:
             peers: ranks in ``range(world_size)``, without this one. Each gets all of ``flat``.
             background: as in :meth:`all_reduce`.
         """
-        self._check(flat, "none", mean=True)
-        self._issue("average_with", flat.nbytes * len(peers))
-        exchange = self._gloo if self._nccl is None or not flat.is_cuda else self._nccl
-        handle = self._launch("average_with", flat, lambda t: exchange.average_with(t, peers))
-        return self._in_background("average_with", handle, flat.device) if background else handle
+        exchange, num_bytes = self._flat_exchange_of(flat), flat.nbytes * len(peers)
+        return self._average("average_with", flat, num_bytes, lambda t: exchange.average_with(t, peers), background)
 
     def average_at(self, flat: Tensor, server: int = 0, *, background: bool = False) -> Handle[Tensor]:
         """Sets ``flat`` to its mean over all ranks, summed in their order by rank ``server``: a push and a pull.
@@ -170,11 +167,9 @@ class Collectives:
             server: a rank in ``range(world_size)``.
             background: as in :meth:`all_reduce`.
         """
-        self._check(flat, "none", mean=True)
-        self._issue("average_at", flat.nbytes * (self.world_size - 1 if self.rank == server else 1))
-        exchange = self._gloo if self._nccl is None or not flat.is_cuda else self._nccl
-        handle = self._launch("average_at", flat, lambda t: exchange.average_at(t, server))
-        return self._in_background("average_at", handle, flat.device) if background else handle
+        exchange = self._flat_exchange_of(flat)
+        num_bytes = flat.nbytes * (self.world_size - 1 if self.rank == server else 1)
+        return self._average("average_at", flat, num_bytes, lambda t: exchange.average_at(t, server), background)
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat``, of any dtype, to all ranks, in place; counted at ``src``."""
@@ -317,6 +312,19 @@ class Collectives:
         if part is not None:
             sent = [(len(range(*part.indices(numel))), encoded) for numel, encoded in sent]
         return _bytes(sent, codec, flat.dtype, flat.dtype)
+
+    def _flat_exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange:
+        """Returns the exchange of a tensor's device whose messages no topology changes."""
+        return self._gloo if self._nccl is None or not flat.is_cuda else self._nccl
+
+    def _average(
+        self, kind: str, flat: Tensor, num_bytes: int, start: Callable[[Tensor], Callable[[], Tensor]], background: bool
+    ) -> Handle[Tensor]:
+        """Starts an average in which this rank sends so many bytes, not encoded."""
+        self._check(flat, "none", mean=True)
+        self._issue(kind, num_bytes)
+        handle = self._launch(kind, flat, start)
+        return self._in_background(kind, handle, flat.device) if background else handle
 
     def _in_background(self, kind: str, handle: Handle[Tensor], device: torch.device) -> Handle[Tensor]:
         """Has a thread complete an operation while nobody waits, unless it completes by itself."""
