@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +15,7 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.feedback import encode_with_feedback
 from lightning_pipesync.lab.bench.benchmark import Command
+from lightning_pipesync.lab.bench.round_robin import timed
 from lightning_pipesync.lab.bench.tables import environment, table
 
 NAMES = ("none", "bf16", "fp16", "truncate16", "int8", "int4", "topk", "chunked_topk")
@@ -103,9 +103,7 @@ def measure(jobs: Jobs, rounds: int) -> dict[tuple[str, str], float]:
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
     for _ in range(rounds + 1):
         for key, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            seconds[key].append(time.perf_counter() - start)
+            seconds[key].append(timed(job))
     return {key: median(times[1:]) for key, times in seconds.items()}
 
 

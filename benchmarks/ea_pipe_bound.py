@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks import command
 from benchmarks.pipelines.vectorized import Elastic
 from benchmarks.theory.elastic_averaging import error_bound, largest_rate, mixing_matrix, zeta
+from benchmarks.theory.points import points_of
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table
@@ -68,7 +69,7 @@ class EAPipeBound(Command):
             ``measured`` mean squared norm of the gradient at the mean of all models over K rounds, a mean over the
             trainings with half its confidence ``interval``, its ``bound``, and for the last K that at the ``master``.
         """
-        ends, curves = points_of(self.rounds), list[dict[str, Any]]()
+        ends, curves = points_of(self.rounds, NUM_POINTS), list[dict[str, Any]]()
         with progress_bar("", len(self.stages)) as advance:
             for num_stages in self.stages:
                 settings = list(self._settings(num_stages))
@@ -169,11 +170,6 @@ class Quadratic:
     def initial(self) -> Tensor:
         """Returns weights with the value :data:`GAP`, equally much in each direction."""
         return (2 * GAP / SIZE / self.eigenvalues).sqrt()
-
-
-def points_of(rounds: int) -> list[int]:
-    """Returns the numbers of rounds K at which a curve has its points."""
-    return sorted({round(rounds ** (i / (NUM_POINTS - 1))) for i in range(NUM_POINTS)})
 
 
 def measure(settings: Sequence[Setting], num_trainings: int, ends: list[int]) -> list[dict[str, Any]]:

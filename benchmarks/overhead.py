@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks import command
 from lightning_pipesync import PipeSGD, SelSync
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
+from lightning_pipesync.lab.bench.round_robin import timed
 from lightning_pipesync.lab.bench.tables import table_of
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -152,13 +153,6 @@ def _table(result: dict[str, Any]) -> str:
     return (
         f"{size}, {settings['optimizer']}, {result['world_size']} processes of {settings['threads']} threads:\n\n{rows}"
     )
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Returns how many seconds ``function`` takes."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

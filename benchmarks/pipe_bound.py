@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks import command
 from benchmarks.theory.convex import PROBLEMS, LinearModel
 from benchmarks.theory.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
+from benchmarks.theory.points import points_of
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, progress_bar
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table
@@ -70,7 +71,7 @@ class PipeBound(Command):
 
     def _measure(self, name: str, advance: Progress) -> dict[str, Any]:
         problem = PROBLEMS[name]()
-        ends = points_of(self.steps)
+        ends = points_of(self.steps, NUM_POINTS)
         means = train(problem, self.staleness, self.trainings, ends)
         curves = []
         for k, of_staleness in zip(self.staleness, means, strict=True):
@@ -112,11 +113,6 @@ class PipeBound(Command):
                 panel.set(xscale="log", yscale="log", xlabel="steps T", title=problem["title"])
                 panel.set_ylabel("mean objective - optimum")
                 panel.grid(alpha=0.3)
-
-
-def points_of(steps: int) -> list[int]:
-    """Returns the numbers of steps T at which a curve has its points."""
-    return sorted({round(steps ** (i / (NUM_POINTS - 1))) for i in range(NUM_POINTS)})
 
 
 def bound_of(problem: LinearModel, staleness: int) -> Callable[[int], float]:

@@ -15,7 +15,6 @@ import benchmarks.baselines
 import benchmarks.baselines.networks  # noqa: F401 - both add to what can be compared
 from benchmarks import command
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidate import time_candidates
@@ -23,7 +22,7 @@ from lightning_pipesync.lab.bench.candidates import makers, without_communicatio
 from lightning_pipesync.lab.bench.models import EMULATED, build_model, computation_seconds
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.profile import profile_step
-from lightning_pipesync.lab.bench.step import StepBenchmark, gradient_bytes
+from lightning_pipesync.lab.bench.step import StepBenchmark, cost_of, gradient_bytes
 from lightning_pipesync.lab.bench.tables import table
 
 #: The name of the step of one worker.
@@ -90,8 +89,7 @@ class Scaling(StepBenchmark):
         alone = without_communication(build())
         candidates = [alone, *(make(build()) for make in makers(self.methods, self.bucket_mb))]
         profile = profile_step(alone)
-        half = (dist.get_world_size() - 1) / dist.get_world_size() * num_bytes / bandwidth
-        cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
+        cost = cost_of(profile, num_bytes, bandwidth)
         timed = time_candidates(candidates, self.steps, self.rounds, lambda name: progress(f"ratio {ratio:g}: {name}"))
         limits = {one.name: float(getattr(cost.compressed(one.compression), one.limit)) for one in candidates}
         return {

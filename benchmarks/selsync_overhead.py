@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -19,6 +18,7 @@ from torch.utils.data import DistributedSampler
 from benchmarks import command
 from lightning_pipesync import SelDPSampler
 from lightning_pipesync.lab.bench.benchmark import Command
+from lightning_pipesync.lab.bench.round_robin import timed
 from lightning_pipesync.lab.bench.tables import environment, table_of
 from lightning_pipesync.methods.selsync import GradientChangeTracker
 
@@ -101,13 +101,6 @@ class SelSyncOverhead(Command):
 
     def draw(self, results: list[dict[str, Any]]) -> None:
         """There is no picture."""
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Returns how many seconds ``function`` takes."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks.gradients.densities import check_layer
 from benchmarks.gradients.training import train
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_and_line, picture
-from lightning_pipesync.lab.bench.tables import environment, interval_of, table
+from lightning_pipesync.lab.bench.tables import environment, mean_of, table
 
 Run = dict[str, Any]
 Point = dict[str, float]
@@ -158,18 +158,13 @@ def by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return found
 
 
-def _mean(values: Sequence[float], form: str = ".2f") -> str:
-    interval = interval_of(values)
-    return f"{fmean(values):{form}}" + ("" if interval is None else f" ± {interval:{form}}")
-
-
 def _densities(runs: list[Run]) -> str:
     rows = []
     for task, of_task in by_task(runs).items():
         for densities in zip(*(run["densities"] for run in of_task), strict=True):
             deviations = [density["deviation"] for density in densities]
             near = [100 * density["near_zero"] for density in densities]
-            rows.append([f"{task}, epoch {densities[0]['epoch']}", _mean(deviations, ".2g"), _mean(near, ".0f")])
+            rows.append([f"{task}, epoch {densities[0]['epoch']}", mean_of(deviations, ".2g"), mean_of(near, ".0f")])
     return f"""### Densities of the gradient (Fig. 3)
 
 Of one layer, in all steps of an epoch: the standard deviation, and the share of values closer to 0 than a tenth of that
@@ -183,7 +178,7 @@ def _hessians(runs: list[Run]) -> str:
     for task, of_task in by_task(runs).items():
         for key in ("variance", "squared_norm"):
             levels, moves = zip(*(follows_curvature(run, key) for run in of_task), strict=True)
-            rows.append([f"{task}, {_BESIDE[key]}", _mean(levels), _mean(moves)])
+            rows.append([f"{task}, {_BESIDE[key]}", mean_of(levels), mean_of(moves)])
     return f"""### The Hessian beside the gradient (Fig. 4)
 
 Rank correlation of the largest eigenvalue of the Hessian with what is cheaper to compute, during a training; and that
@@ -200,7 +195,7 @@ def _changes(runs: list[Run]) -> str:
         early = [fmean(_values(run, "change")[:third]) for run, third in zip(of_task, thirds, strict=True)]
         late = [fmean(_values(run, "change")[-third:]) for run, third in zip(of_task, thirds, strict=True)]
         ends = [run["points"][-1]["quality"] for run in of_task]
-        rows.append([task, _mean(found), _mean(early, ".3f"), _mean(late, ".3f"), _mean(ends)])
+        rows.append([task, mean_of(found), mean_of(early, ".3f"), mean_of(late, ".3f"), mean_of(ends)])
     return f"""### The relative gradient change beside the quality (Fig. 5)
 
 Rank correlation of the mean relative change (Eq. 2) since the last measurement with how much the quality has moved

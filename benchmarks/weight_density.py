@@ -20,10 +20,10 @@ import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
 from benchmarks.gradients.densities import LAYERS, check_layer, density_of
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.converge import config_of, parse_method, points_of
+from lightning_pipesync.lab.bench.converge import config_of, points_of, seeded
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
-from lightning_pipesync.lab.bench.tables import interval_of, table
+from lightning_pipesync.lab.bench.tables import mean_of, table
 from lightning_pipesync.lab.bench.tasks import Task, build_task
 
 _SELSYNC = "selsync:delta=0.25,smoothing=0.16"
@@ -107,9 +107,7 @@ class WeightDensity(Benchmark):
 
     def _train(self, task: Task, method: str, seed: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Trains, and yields each point with this rank's weights of the layer; a collective call."""
-        torch.manual_seed(seed)  # the same weights for every method
-        training = parse_method(method)(task)
-        torch.manual_seed(1000 * seed + dist.get_rank())
+        training = seeded(task, method, seed)
         num_steps = (self.epochs or task.epochs) * training.steps_per_epoch
         for point in points_of(training, seed, num_steps, 2):
             kept = {key: point[key] for key in ("steps", "quality", "spread")}
@@ -164,10 +162,10 @@ def _part(result: dict[str, Any]) -> str:
             rows.append(
                 [
                     f"{readable(method)}, {name}",
-                    _mean([point["quality"] for point in points]),
-                    _mean(spreads),
-                    _mean([point["deviation"] for point in points], ".4f"),
-                    _mean(distances),
+                    mean_of([point["quality"] for point in points]),
+                    mean_of(spreads),
+                    mean_of([point["deviation"] for point in points], ".4f"),
+                    mean_of(distances),
                 ]
             )
     return f"""### Weights of {result["layer"]}, {settings["task"]}, {result["world_size"]} workers (Fig. 11)
@@ -177,13 +175,6 @@ the layer's; and the distance of their distribution from that of {first} with th
 deviation of {first}. For {first} it is that from the first seed's: what chance does.
 
 {table(["", result["metric"], "spread, %", "deviation", "distance, %"], rows)}"""
-
-
-def _mean(values: list[float], form: str = ".2f") -> str:
-    if not values:
-        return ""
-    interval = interval_of(values)
-    return f"{fmean(values):{form}}" + ("" if interval is None else f" ± {interval:{form}}")
 
 
 if __name__ == "__main__":

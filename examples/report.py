@@ -91,10 +91,10 @@ def print_table(runs: Sequence[Run], title: str) -> None:
 
 
 def write_json(runs: Sequence[Run], title: str, options: argparse.Namespace, path: Path) -> None:
-    """Writes the options, the rows of the table, and the runs with all that was recorded."""
+    """Writes the options but for the folder, the rows of the table, and the runs with all that was recorded."""
     results = {
         "title": title,
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "settings": {name: value for name, value in vars(options).items() if name != "output"},
         "table": [asdict(row) for row in summarize(runs)],
         "runs": [asdict(run) for run in runs],
     }

@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ea_pipe_bound import GAP, LIPSCHITZ, SIZE, VARIANCE, EAPipeBound, Quadratic, Setting, measure, points_of
+from benchmarks.ea_pipe_bound import (
+    GAP,
+    LIPSCHITZ,
+    NUM_POINTS,
+    SIZE,
+    VARIANCE,
+    EAPipeBound,
+    Quadratic,
+    Setting,
+    measure,
+)
 from benchmarks.results.exhibit import Claims, Finding
 from benchmarks.results.job import Record
 from benchmarks.results.papers import TABLES
 from benchmarks.theory.elastic_averaging import mixing_matrix
+from benchmarks.theory.points import points_of
 from tests.bench_runs import assert_pictures, result_of, run_command
 
 
@@ -61,7 +72,7 @@ def test_constants_of_the_quadratic() -> None:
 
 def test_command(tmp_path: Path) -> None:
     result = result_of("ea_pipe_bound", "--stages 2 4 --rounds 60 --trainings 3", tmp_path)
-    assert result["rounds"] == points_of(60)
+    assert result["rounds"] == points_of(60, NUM_POINTS)
     assert len(result["curves"]) == 2 * 2 * 2 * 2 * 2
     for curve in result["curves"]:
         assert len(curve["measured"]) == len(curve["bound"]) == len(result["rounds"])

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.pipe_bound import PipeBound, points_of, step_size_of, train
+from benchmarks.pipe_bound import NUM_POINTS, PipeBound, step_size_of, train
 from benchmarks.results.exhibit import Claims, Finding
 from benchmarks.results.job import Record
 from benchmarks.results.papers import TABLES
 from benchmarks.theory.convex import PROBLEMS
 from benchmarks.theory.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
+from benchmarks.theory.points import points_of
 from tests.bench_runs import assert_pictures, result_of, run_command
 
 
@@ -84,7 +85,7 @@ def test_bounds_by_hand() -> None:
 def test_command(tmp_path: Path) -> None:
     result = result_of("pipe_bound", "--problems absolute mean --staleness 0 3 --steps 100 --trainings 4", tmp_path)
     for problem in result["problems"]:
-        assert problem["steps"] == points_of(100)
+        assert problem["steps"] == points_of(100, NUM_POINTS)
         for curve in problem["curves"]:
             assert len(curve["measured"]) == len(curve["bound"]) == len(problem["steps"])
             assert all(value < bound for value, bound in zip(curve["measured"], curve["bound"], strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.learners.host_speed import HostSpeeds
 from benchmarks.learners.throughput import gradients_per_second, together_per_second
-from lightning_pipesync.lab.bench.converge_report import by_method, curves_of, rows_of, title_of
+from lightning_pipesync.lab.bench.converge_report import COLUMNS, Row, by_method, curves_of, rows_of, title_of
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import look_of, looks_of, picture
 from lightning_pipesync.lab.bench.tables import number, table_of
@@ -21,9 +21,26 @@ _COLUMNS = 3
 
 def as_markdown(result: dict[str, Any], config_of: Callable[[str], Any]) -> str:
     """Returns the table of the trainings on one number of hosts; ``config_of`` returns the settings of a method."""
-    settings, rows, runs = result["settings"], rows_of(result), by_method(result)
+    settings, baseline = result["settings"], _baseline(by_method(result))
     slow = "".join(f", host {host} at {share}" for host, _, share in (text.partition(":") for text in settings["slow"]))
     stalls = f", stalls {settings['stalls']}" if settings["stalls"] else ""
+    return f"""### {title_of(result)}, {settings["compute"]} a step{slow}{stalls}
+
+Seconds to the target, as above, and {readable(baseline)}'s over them. Throughput: batches a second over those of
+{readable(baseline)}. Its limit: what the policy would reach if nothing but the emulated computation took time, over
+what steps would that wait for the slowest host. Staleness: the updates between the weights of a gradient and the
+update that uses it.
+
+{table_of(rows_of(result), {name: columns_of(result, config_of)[name] for name in _SHOWN})}"""
+
+
+#: The columns of a report, which is below another one.
+_SHOWN = ("", "seconds", "speed-up", "throughput", "limit by throughput", "mean staleness")
+
+
+def columns_of(result: dict[str, Any], config_of: Callable[[str], Any]) -> dict[str, Callable[[Row], str]]:
+    """Returns the columns of a table of the trainings, by heading: those of all reports, and these."""
+    runs = by_method(result)
     baseline = _baseline(runs)
     staleness = {
         name: [run["staleness"] for run in of_method if "staleness" in run] for name, of_method in runs.items()
@@ -32,22 +49,12 @@ def as_markdown(result: dict[str, Any], config_of: Callable[[str], Any]) -> str:
     def throughput(method: str) -> float:
         return fmean(run["points"][-1]["steps"] / run["points"][-1]["seconds"] for run in runs[method])
 
-    columns = {
-        "": lambda row: readable(row.method),
-        "seconds": lambda row: number(row.seconds, ".1f"),
-        "speed-up": lambda row: number(row.speedup, ".2f"),
+    return {
+        **COLUMNS,
         "throughput": lambda row: f"{throughput(row.method) / throughput(baseline):.2f}",
         "limit by throughput": lambda row: number(limit_of(result, row.method, config_of(row.method)), ".2f"),
         "mean staleness": lambda row: number(fmean(staleness[row.method]) if staleness[row.method] else None, ".2f"),
     }
-    return f"""### {title_of(result)}, {settings["compute"]} a step{slow}{stalls}
-
-Seconds to the target, as above, and {readable(baseline)}'s over them. Throughput: batches a second over those of
-{readable(baseline)}. Its limit: what the policy would reach if nothing but the emulated computation took time, over
-what steps would that wait for the slowest host. Staleness: the updates between the weights of a gradient and the
-update that uses it.
-
-{table_of(rows, columns)}"""
 
 
 def limit_of(result: dict[str, Any], method: str, config: Any) -> float | None:

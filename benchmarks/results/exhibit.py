@@ -111,7 +111,7 @@ class Claims:
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(job for claim in self.claims for job in claim.jobs))
+        return _jobs_of(self.claims)
 
     def text(self) -> str:
         """Returns the table."""
@@ -146,7 +146,7 @@ class Gains:
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(job for gain in self.gains for job in gain.jobs))
+        return _jobs_of(self.gains)
 
     def text(self) -> str:
         """Returns the table."""
@@ -176,6 +176,10 @@ class Sentence:
 
 Shown = Table | Claims | Gains | Sentence
 Exhibit = Shown | Picture
+
+
+def _jobs_of(parts: Sequence[Claim | Gain]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(job for part in parts for job in part.jobs))
 
 
 def read(jobs: Sequence[str]) -> list[Record]:

@@ -63,17 +63,13 @@ class Job:
             words = [*shlex.split(self.command), "--output", str(folder)]
             process = subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT, env=_this_python_first())
             try:
-                status: int | None = process.wait(limit_s)
+                status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                status = None
-            except BaseException:
-                process.terminate()
+                reason = f"not finished after {limit_s / 60:.0f} minutes"
+                raise RuntimeError(f"{self.name}: {reason}; see {folder}/log.txt") from None
+            finally:
+                process.terminate()  # if it has not ended
                 process.wait()
-                raise
-        if status is None:
-            process.terminate()
-            process.wait()
-            raise RuntimeError(f"{self.name}: not finished after {limit_s / 60:.0f} minutes; see {folder}/log.txt")
         written = [*folder.glob("*.json")]
         if status != 0 or len(written) != 1:
             raise RuntimeError(f"{self.name}: exit status {status}, {len(written)} results; see {folder}/log.txt")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.results.exhibit import Picture, Table
 from benchmarks.results.job import Record
+from benchmarks.results.redraw import command_of, redraw
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import converge_report, step_report
 from lightning_pipesync.lab.bench.converge_report import Row as TrainingRow
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.step_report import Row as StepRow
-from lightning_pipesync.lab.bench.tables import number, table, with_interval
+from lightning_pipesync.lab.bench.tables import table
 
 #: A name for a method with its settings, as in ``selsync:delta=0.3,smoothing=0.16``.
 Names = Mapping[str, str]
@@ -25,30 +25,13 @@ def named(method: str, names: Names | None = None) -> str:
     return (names or {}).get(method, f"`{readable(method)}`")
 
 
-#: The columns of a table of trainings, by heading.
-TRAINING_COLUMNS: dict[str, Callable[[TrainingRow], str]] = {
-    "steps": lambda row: number(row.steps, ".0f"),
-    "LSSR": lambda row: number(row.lssr, ".3f"),
-    "best": lambda row: with_interval(row.best, row.best_interval),
-    "better by": lambda row: with_interval(row.difference, row.difference_interval, "+.2f"),
-    "final": lambda row: with_interval(row.final, row.final_interval),
-    "spread": lambda row: number(row.spread, ".1%"),
-    "reached": lambda row: f"{row.num_reached} of {row.num_seeds}",
-    "MiB": lambda row: number(row.mib, ".1f"),
-    "ms a step": lambda row: f"{1e3 * row.step_seconds:.0f}",
-    "seconds": lambda row: number(row.seconds, ".1f"),
-    "speed-up": lambda row: number(row.speedup, ".2f"),
-    "of the limit": lambda row: number(row.share_of_limit, ".0%"),
-}
-
-
 def trainings(records: Sequence[Record], columns: Sequence[str], names: Names | None = None) -> str:
     """Returns a table of trainings for each task and number of hosts, under a line that says which."""
     parts = []
     for record in records:
         for result in record.results:
             rows = [
-                [named(row.method, names), *(TRAINING_COLUMNS[column](row) for column in columns)]
+                [named(row.method, names), *(converge_report.COLUMNS[column](row) for column in columns)]
                 for row in converge_report.rows_of(result)
             ]
             parts += [_of_trainings(result), table(["", *columns], rows)]
@@ -76,10 +59,16 @@ def training_picture(name: str, job: str) -> Picture:
     return Picture(name, (job,), lambda records, path: converge_report.draw(records[0].results, path))
 
 
-def training_row(record: Record, method: str, hosts: int | None = None) -> TrainingRow:
-    """Returns the row of a method, on a number of hosts, or the only one."""
-    [result] = [one for one in record.results if hosts in (None, one["world_size"])]
+def training_row(record: Record, method: str) -> TrainingRow:
+    """Returns the row of a method, on the only number of hosts."""
+    [result] = record.results
     return next(row for row in converge_report.rows_of(result) if row.method == method)
+
+
+def runs_of(records: Sequence[Record], *hosts: int) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the number of hosts and what was measured on them at each ratio, of all or of these numbers of hosts."""
+    found = [(result["world_size"], run) for record in records for result in record.results for run in result["runs"]]
+    return [(number, run) for number, run in found if not hosts or number in hosts]
 
 
 def step_row(run: dict[str, Any], name: str) -> StepRow:
@@ -107,8 +96,6 @@ def reported(name: str, job: str) -> Table:
     """Returns the exhibit of the tables that the job's command itself prints."""
 
     def render(records: Sequence[Record]) -> str:
-        from benchmarks.results.redraw import command_of
-
         [record] = records
         text = command_of(record.command).report(record.results)
         return re.sub(r"^#+ (.*)$", r"**\1**", text, flags=re.MULTILINE)
@@ -118,10 +105,4 @@ def reported(name: str, job: str) -> Table:
 
 def drawn_by(name: str, job: str, file: str) -> Picture:
     """Returns the exhibit of a picture that the job's command itself draws, as ``file``."""
-
-    def draw(records: Sequence[Record], path: Path) -> None:
-        from benchmarks.results.redraw import redraw
-
-        redraw(records[0], file, path)
-
-    return Picture(name, (job,), draw)
+    return Picture(name, (job,), lambda records, path: redraw(records[0], file, path))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 from benchmarks.bucket_search import GOOD, first_good
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import cost_of, drawn_by, reported, span, step_row
+from benchmarks.results.views import cost_of, drawn_by, reported, runs_of, span, step_row
 from lightning_pipesync.lab.bench import step_report
+from lightning_pipesync.lab.bench.collectives import median_of, name_of, time_of
 from lightning_pipesync.lab.bench.step_report import rows_of
 from lightning_pipesync.lab.bench.tables import number, table
 
@@ -90,16 +90,10 @@ JOBS = (
 _SYSTEMS_JOBS = tuple(f"dear_systems_{name.replace('-', '_')}" for name in MODELS)
 
 
-def _runs(records: Sequence[Record], *hosts: int) -> list[tuple[int, dict[str, Any]]]:
-    """Returns the number of hosts and what was measured on them, of all records, or of these numbers of hosts."""
-    found = [(result["world_size"], run) for record in records for result in record.results for run in result["runs"]]
-    return [(number, run) for number, run in found if not hosts or number in hosts]
-
-
 def _systems(records: Sequence[Record], hosts: int) -> str:
     """Returns ms per step and the speed relative to DDP of each system, a column for each network."""
-    runs = [run for record in records for _, run in _runs([record], hosts)]
-    models = [record.results[0]["settings"]["model"] for record in records if _runs([record], hosts)]
+    runs = [run for record in records for _, run in runs_of([record], hosts)]
+    models = [record.results[0]["settings"]["model"] for record in records if runs_of([record], hosts)]
     rows = [
         ["ratio of communication to computation", *(f"{cost_of(run).ratio:.2f}" for run in runs)],
         ["DDP, ms per step", *(f"{1e3 * step_row(run, 'DDP').seconds:.0f}" for run in runs)],
@@ -123,52 +117,33 @@ def _collectives(records: Sequence[Record]) -> str:
     [record] = records
     shown = [(one["world_size"], row["num_bytes"]) for one in record.results for row in one["rows"]]
     columns = [(hosts, size) for hosts, size in dict.fromkeys(shown) if size >= 2**20 - 64]
-    cells = {
-        (one["world_size"], row["num_bytes"], _operation(row)): row for one in record.results for row in one["rows"]
-    }
+    cells = {(one["world_size"], row["num_bytes"], name_of(row)): row for one in record.results for row in one["rows"]}
     names = dict.fromkeys(name for _, _, name in cells)
-    rows = [[name, *(_time(cells[hosts, size, name]) for hosts, size in columns)] for name in names]
+    rows = [[name, *(time_of(cells[hosts, size, name]) for hosts, size in columns)] for name in names]
     return table(["", *(f"{hosts} hosts, {size / 2**20:.0f} MiB" for hosts, size in columns)], rows)
-
-
-def _operation(row: dict[str, Any]) -> str:
-    codec = "" if row["codec"] == "none" else f", {row['codec']}"
-    return f"{row['implementation']}: {row['operation']}{codec}"
-
-
-def _median(row: dict[str, Any]) -> float:
-    values = sorted(row["seconds"])
-    return float(values[len(values) // 2])
-
-
-def _time(row: dict[str, Any]) -> str:
-    share = f" ({row['limit'] / _median(row):.0%})" if row["codec"] == "none" else ""
-    return f"{1e3 * _median(row):.1f}{share}"
 
 
 def _ratios(records: Sequence[Record]) -> str:
     """Returns the speed relative to DDP, with the share of the limits, by hosts and ratio."""
     rows = []
-    for record in records:
-        for result in record.results:
-            for run in result["runs"]:
-                cost = cost_of(run)
-                paper, eager = step_row(run, f"dear ({_FORWARD})"), step_row(run, "dear")
-                found = {row.name: row for row in rows_of(run)}
-                others = [number(found[n].over_ddp if n in found else None, ".2f") for n in ("FSDP2", "DDP + ZeRO-1")]
-                ddp = step_row(run, "DDP")
-                rows.append(
-                    [
-                        f"{result['world_size']} hosts",
-                        f"{cost.ratio:.2g}",
-                        f"{1e3 * ddp.seconds:.0f} ({ddp.of_limit:.0%})",
-                        "" if ddp.prediction_error is None else f"{ddp.prediction_error:+.0%}",
-                        *others,
-                        f"{paper.over_ddp:.2f} ({paper.of_limit:.0%})",
-                        f"{cost.baseline / cost.two_halves:.2f}",
-                        f"{eager.over_ddp:.2f} ({eager.of_layer_limit:.0%})",
-                    ]
-                )
+    for hosts, run in runs_of(records):
+        cost = cost_of(run)
+        paper, eager = step_row(run, f"dear ({_FORWARD})"), step_row(run, "dear")
+        found = {row.name: row for row in rows_of(run)}
+        others = [number(found[n].over_ddp if n in found else None, ".2f") for n in ("FSDP2", "DDP + ZeRO-1")]
+        ddp = step_row(run, "DDP")
+        rows.append(
+            [
+                f"{hosts} hosts",
+                f"{cost.ratio:.2g}",
+                f"{1e3 * ddp.seconds:.0f} ({ddp.of_limit:.0%})",
+                "" if ddp.prediction_error is None else f"{ddp.prediction_error:+.0%}",
+                *others,
+                f"{paper.over_ddp:.2f} ({paper.of_limit:.0%})",
+                f"{cost.baseline / cost.two_halves:.2f}",
+                f"{eager.over_ddp:.2f} ({eager.of_layer_limit:.0%})",
+            ]
+        )
     headings = ["", "ratio", "DDP ms (share of Eq. 8)", "predicted", "FSDP2", "DDP + ZeRO-1"]
     headings += ["the paper's schedule (share of Eq. 7)", "Eqs. 7, 8 allow", "`dear` (share of its limit)"]
     return table(headings, rows)
@@ -181,7 +156,7 @@ def _halves(records: Sequence[Record]) -> Finding:
     for one in record.results:
         if one["world_size"] > 4:
             continue  # two processors carry the messages of eight hosts
-        rows = {(_operation(row), row["num_bytes"]): _median(row) for row in one["rows"]}
+        rows = {(name_of(row), row["num_bytes"]): median_of(row) for row in one["rows"]}
         sizes = sorted({size for _, size in rows if size >= 2**20 - 64})
         over += [rows["ours: reduce_scatter + all_gather", size] / rows["gloo: all_reduce", size] for size in sizes]
     text = f"the two halves take {span(over)} times as long as Gloo's all-reduce on 2 and 4 hosts, 1 to 16 MiB"
@@ -189,7 +164,7 @@ def _halves(records: Sequence[Record]) -> Finding:
 
 
 def _compared_with(records: Sequence[Record], ours: str, other: str) -> list[float]:
-    return [step_row(run, other).seconds / step_row(run, ours).seconds for _, run in _runs(records)]
+    return [step_row(run, other).seconds / step_row(run, ours).seconds for _, run in runs_of(records)]
 
 
 def _faster(records: Sequence[Record], ours: str, others: dict[str, str], least: float = 1.0) -> Finding:
@@ -202,7 +177,7 @@ def _faster(records: Sequence[Record], ours: str, others: dict[str, str], least:
 def _share_of_largest(records: Sequence[Record]) -> Finding:
     """Table II: the speed-up over one host, of Eq. 6."""
     shares = []
-    for hosts, run in _runs(records):
+    for hosts, run in runs_of(records):
         row, cost = step_row(run, _PAPERS_DEAR), cost_of(run)
         shares.append(hosts * row.scaling_efficiency / cost.max_speedup(hosts))
     return Finding(f"{span(shares, '.0%')}, with the paper's schedule", [share > 0.7 for share in shares])
@@ -210,7 +185,7 @@ def _share_of_largest(records: Sequence[Record]) -> Finding:
 
 def _breakdown(records: Sequence[Record]) -> Finding:
     exposed = {
-        half: [step_row(run, name).exposed for _, run in _runs(records)] for half, name in (("rs", _RS), ("ag", _AG))
+        half: [step_row(run, name).exposed for _, run in runs_of(records)] for half, name in (("rs", _RS), ("ag", _AG))
     }
     is_less = [rs <= ag for rs, ag in zip(exposed["rs"], exposed["ag"], strict=True)]
     text = f"reduce-scatters alone leave less exposed than all-gathers alone in {sum(is_less)} of {len(is_less)} cases"
@@ -235,7 +210,7 @@ def _searches(records: Sequence[Record]) -> Finding:
 
 def _batch_sizes(records: Sequence[Record]) -> Finding:
     """Fig. 11: a smaller batch is a larger ratio of communication to computation."""
-    speeds = [step_row(run, "dear").over_ddp for _, run in _runs(records, 2, 4)]
+    speeds = [step_row(run, "dear").over_ddp for _, run in runs_of(records, 2, 4)]
     text = f"{span(speeds)} times DDP at ratios from 0.25 to 4, as batches 16 times as small have"
     return Finding(text, [speed >= 0.99 for speed in speeds])
 

@@ -147,13 +147,14 @@ def _throughput(records: Sequence[Record]) -> str:
         cells = []
         for result in record.results:
             [run] = result["runs"]
-            seconds = _seconds(run, name)
+            seconds = seconds_of(run, name)
             cells.append(f"{1e3 * seconds:.1f} ({run['stage_seconds'] / seconds:.0%})")
         rows.append([f"`{name}`", *cells])
     return table(["", *(f"{result['world_size']} stages" for result in record.results)], rows)
 
 
-def _seconds(run: dict[str, Any], name: str) -> float:
+def seconds_of(run: dict[str, Any], name: str) -> float:
+    """Returns the seconds of a mini-batch in the steady state, the median of all rounds."""
     return median(next(one["seconds"] for one in run["candidates"] if one["name"] == name))
 
 
@@ -195,7 +196,7 @@ def _as_fast(records: Sequence[Record]) -> Finding:
     over = []
     for result in record.results:
         [run] = result["runs"]
-        over.append(_seconds(run, "ea_pipe") / _seconds(run, "pipedream"))
+        over.append(seconds_of(run, "ea_pipe") / seconds_of(run, "pipedream"))
     return Finding(f"a mini-batch takes {span(over)} times as long as PipeDream's", [one < 1.05 for one in over])
 
 

@@ -11,12 +11,12 @@ from benchmarks import large_batches
 from benchmarks.learners import host_speed_report, staleness_report
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import drawn_by, named, reported, span, step_row
+from benchmarks.results.views import drawn_by, reported, runs_of, span, step_row
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.converge import config_of
-from lightning_pipesync.lab.bench.converge_report import by_method, rows_of
-from lightning_pipesync.lab.bench.tables import number, table
+from lightning_pipesync.lab.bench.converge_report import rows_of
+from lightning_pipesync.lab.bench.tables import table, table_of
 
 _PREDICTED = "delay_compensation=momentum"
 _POLICIES = ("sync", "k_batch_sync,k=3", "k_batch_async", "async", "n_softsync,n=2", "ssp")
@@ -47,31 +47,10 @@ _LARGE_BATCHES = ("large_batches_digits", "large_batches_mnist1d")
 
 def _hosts(records: Sequence[Record]) -> str:
     """Returns what each policy gains on hosts of different speed."""
-    [record] = records
-    [result] = record.results
-    runs, rows = by_method(result), []
-
-    def throughput(method: str) -> float:
-        ends = [run["points"][-1] for run in runs[method]]
-        return sum(end["steps"] / end["seconds"] for end in ends) / len(ends)
-
-    for row in rows_of(result):
-        staleness = [run["staleness"] for run in runs[row.method] if "staleness" in run]
-        rows.append(
-            [
-                named(row.method),
-                number(row.steps, ".0f"),
-                number(row.seconds, ".1f"),
-                number(row.speedup, ".2f"),
-                f"{throughput(row.method) / throughput('ddp'):.2f}",
-                number(host_speed_report.limit_of(result, row.method, config_of(row.method)), ".2f"),
-                number(sum(staleness) / len(staleness) if staleness else None, ".2f"),
-                number(row.best, ".2f"),
-                f"{row.num_reached} of {row.num_seeds}",
-            ]
-        )
-    headings = ["", "steps", "seconds", "speed-up", "throughput", "its limit", "mean staleness", "best", "reached"]
-    return table(headings, rows)
+    result = _one(records)
+    columns = host_speed_report.columns_of(result, config_of)
+    shown = ("", "steps", "seconds", "speed-up", "throughput", "limit by throughput", "mean staleness", "best")
+    return table_of(rows_of(result), {name: columns[name] for name in (*shown, "reached")})
 
 
 def _one(records: Sequence[Record]) -> dict[str, Any]:
@@ -172,14 +151,8 @@ def _large(records: Sequence[Record]) -> Finding:
 
 
 def _not_overlapped(records: Sequence[Record]) -> Finding:
-    shares = {"DDP": [0.0], "all-reduce after backward": [0.0]}
-    for name in shares:
-        shares[name] = [
-            step_row(run, name).scaling_efficiency
-            for record in records
-            for result in record.results
-            for run in result["runs"]
-        ]
+    names = ("DDP", "all-reduce after backward")
+    shares = {name: [step_row(run, name).scaling_efficiency for _, run in runs_of(records)] for name in names}
     over, behind = (span(found, ".0%") for found in shares.values())
     pairs = zip(shares["DDP"], shares["all-reduce after backward"], strict=True)
     text = f"scaling efficiency {behind} without overlap, {over} with it, at a ratio of 1"

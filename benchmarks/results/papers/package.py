@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from statistics import median
 
 from benchmarks import plan_accuracy_report
 from benchmarks.results.exhibit import Exhibit, Gain, Gains, Picture, Sentence, Table
 from benchmarks.results.job import ROOT, Job, Record
+from benchmarks.results.papers.ea_pipe import seconds_of
 from benchmarks.results.papers.local_sgd import LOCAL_SGD
-from benchmarks.results.views import cost_of, reported, span, step_row, training_row
+from benchmarks.results.views import cost_of, reported, runs_of, span, step_row, training_row
 from lightning_pipesync.lab.bench.converge_report import Row, rows_of
 from lightning_pipesync.lab.bench.tables import table_of
 
@@ -46,13 +46,8 @@ JOBS = (
 
 
 def _dear(records: Sequence[Record]) -> str:
-    over = [
-        step_row(run, "dear").over_ddp
-        for record in records
-        for result in record.results
-        for run in result["runs"]
-        if result["world_size"] <= 4 and 0.8 < cost_of(run).ratio < 1.3
-    ]
+    runs = [run for _, run in runs_of(records, 2, 4) if 0.8 < cost_of(run).ratio < 1.3]
+    over = [step_row(run, "dear").over_ddp for run in runs]
     return f"{span(over)} times as fast as DDP on 2 and 4 hosts where communication takes as long as computation"
 
 
@@ -72,7 +67,7 @@ def _selsync(records: Sequence[Record]) -> str:
 
 
 def _pipe_sgd(records: Sequence[Record]) -> str:
-    runs = [run for record in records for result in record.results for run in result["runs"]]
+    runs = [run for _, run in runs_of(records)]
     plain = [step_row(run, "pipe_sgd").over_ddp for run in runs if 0.8 < cost_of(run).ratio < 1.3]
     int8 = [step_row(run, "pipe_sgd (compression=int8)").over_ddp for run in runs if 1.6 < cost_of(run).ratio < 2.5]
     return f"{span(plain)} times DDP at a ratio of 1, with int8 {span(int8)} times at a ratio of 2"
@@ -88,14 +83,10 @@ def _servers(records: Sequence[Record]) -> str:
 
 
 def _ea_pipe(records: Sequence[Record]) -> str:
-    shares: dict[str, list[float]] = {"ea_pipe": [], "gpipe": []}
-    for record in records:
-        for result in record.results:
-            [run] = result["runs"]
-            for one in run["candidates"]:
-                if one["name"] in shares:
-                    shares[one["name"]].append(run["stage_seconds"] / median(one["seconds"]))
-    ours, gpipe = (span(found, ".0%") for found in shares.values())
+    runs = [run for _, run in runs_of(records)]
+    ours, gpipe = (
+        span([run["stage_seconds"] / seconds_of(run, name) for run in runs], ".0%") for name in ("ea_pipe", "gpipe")
+    )
     return f"{ours} of the throughput of stages that never wait, GPipe {gpipe}"
 
 

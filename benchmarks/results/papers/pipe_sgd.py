@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks import pipe_bound
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Table
@@ -12,6 +11,7 @@ from benchmarks.results.views import (
     cost_of,
     drawn_by,
     reported,
+    runs_of,
     span,
     step_row,
     training_picture,
@@ -98,11 +98,11 @@ def _ratios(records: Sequence[Record]) -> str:
         _INT8: "int8",
     }
     rows = []
-    for result, run in _runs(records):
+    for hosts, run in runs_of(records):
         cells = [step_row(run, name) for name in names]
         rows.append(
             [
-                f"{result['world_size']} hosts",
+                f"{hosts} hosts",
                 f"{cost_of(run).ratio:.2g}",
                 f"{1e3 * step_row(run, 'DDP').seconds:.0f}",
                 *(f"{row.over_ddp:.2f} ({row.of_limit:.0%})" for row in cells),
@@ -115,17 +115,13 @@ def _levels(records: Sequence[Record]) -> str:
     names = {_PLAIN: "level 1", "pipe_sgd (delay_compensation=none, pipeline_level=2)": "level 2"}
     rows = [
         [
-            f"{result['world_size']} hosts",
+            f"{hosts} hosts",
             f"{cost_of(run).ratio:.2g}",
             *(f"{step_row(run, name).over_ddp:.2f} ({step_row(run, name).of_limit:.0%})" for name in names),
         ]
-        for result, run in _runs(records)
+        for hosts, run in runs_of(records)
     ]
     return table(["", "ratio", *names.values()], rows)
-
-
-def _runs(records: Sequence[Record]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [(result, run) for record in records for result in record.results for run in result["runs"]]
 
 
 def _sooner(records: Sequence[Record]) -> Finding:
@@ -173,14 +169,14 @@ def _delay(records: Sequence[Record]) -> Finding:
 def _level(records: Sequence[Record]) -> Finding:
     over = [
         step_row(run, "pipe_sgd (delay_compensation=none, pipeline_level=2)").seconds / step_row(run, _PLAIN).seconds
-        for _, run in _runs(records)
+        for _, run in runs_of(records)
     ]
     return Finding(f"level 2 takes {span(over)} times as long", [one >= 1 for one in over])
 
 
 def _linear(records: Sequence[Record]) -> Finding:
-    shares = [step_row(run, _INT8).of_limit for _, run in _runs(records) if cost_of(run).ratio < 3]
-    over = [step_row(run, _INT8).over_ddp for _, run in _runs(records)]
+    shares = [step_row(run, _INT8).of_limit for _, run in runs_of(records) if cost_of(run).ratio < 3]
+    over = [step_row(run, _INT8).over_ddp for _, run in runs_of(records)]
     reached = f"int8 reaches {span(shares, '.0%')} of max(computation, communication) up to a ratio of 2"
     text = f"{reached}, {span(over)} times DDP"
     return Finding(text, [share > 0.9 for share in shares])

@@ -139,11 +139,11 @@ class Collectives(Benchmark):
     def draw(self, results: list[dict[str, Any]]) -> None:
         """Draws time over size, one panel for each number of hosts, and the limits."""
         path, size = self.output / "collectives.png", (5.5 * len(results), 5.5)
-        names = list(dict.fromkeys(_name(row) for result in results for row in result["rows"] if _is_plain(row)))
+        names = list(dict.fromkeys(name_of(row) for result in results for row in result["rows"] if _is_plain(row)))
         with picture(path, size, columns=len(results), legend="below") as panels:
             for panel, result in zip(panels[0], results, strict=True):
-                for name in dict.fromkeys(map(_name, filter(_is_plain, result["rows"]))):
-                    points = [(r["num_bytes"] / MIB, 1e3 * _median(r)) for r in result["rows"] if _name(r) == name]
+                for name in dict.fromkeys(map(name_of, filter(_is_plain, result["rows"]))):
+                    points = [(r["num_bytes"] / MIB, 1e3 * median_of(r)) for r in result["rows"] if name_of(r) == name]
                     look = {"marker": "o" if name.startswith("ours") else "s", **colour_and_line(names.index(name))}
                     panel.plot(*zip(*points, strict=True), markersize=3, label=name, **look)
                 for operation, style in (("reduce_scatter", ":"), ("all_reduce", "-.")):
@@ -175,32 +175,34 @@ def fit_rows(rows: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, 
 
 def tables_of(result: dict[str, Any]) -> str:
     """Returns the times, the processor time, alpha and beta, and what they predict."""
-    found = {(_name(row), row["num_bytes"]): row for row in result["rows"]}
+    found = {(name_of(row), row["num_bytes"]): row for row in result["rows"]}
     sizes = sorted({size for _, size in found})
 
     def by_size(cell: Callable[[dict[str, Any]], str], rows: Sequence[dict[str, Any]] = result["rows"]) -> str:
-        names = dict.fromkeys(map(_name, rows))
+        names = dict.fromkeys(map(name_of, rows))
         cells = [[name, *(cell(found[name, size]) for size in sizes)] for name in names]
         return table(["", *(f"{size / MIB:.3g} MiB" for size in sizes)], cells)
 
     fit_columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "": _name,
+        "": name_of,
         "alpha (ms)": lambda fit: f"{fit['alpha'] * 1e3:.3f} ± {fit['alpha_error'] * 1e3:.3f}",
         "beta (ns a byte)": lambda fit: f"{fit['beta'] * 1e9:.3f} ± {fit['beta_error'] * 1e9:.3f}",
     }
     parts = [
         f"### {result['world_size']} hosts, {result['bandwidth'] * 8 / 1e6:.0f} Mbit/s by plain TCP\n",
         "Median ms and, in brackets, the share of the limit that the bytes alone set.\n",
-        by_size(lambda row: f"{1e3 * _median(row):.1f}" + (f" ({row['limit'] / _median(row):.0%})" * _is_plain(row))),
+        by_size(time_of),
         "Median seconds of processor time for each GiB, user and system, all threads of a rank.\n",
-        by_size(lambda row: f"{_median(row, 'processor_seconds') / row['num_bytes'] * 1024 * MIB:.2f}"),
+        by_size(lambda row: f"{median_of(row, 'processor_seconds') / row['num_bytes'] * 1024 * MIB:.2f}"),
         "alpha and beta of Eqs. 3-5, with their standard errors:\n",
         table_of(result["fits"], fit_columns),
     ]
     if predicted := [row for row in result["rows"] if row["predicted"] is not None]:
         parts.append("Predicted ms by alpha and beta of ours: all_reduce and, in brackets, the error.\n")
         parts.append(
-            by_size(lambda row: f"{row['predicted'] * 1e3:.1f} ({row['predicted'] / _median(row) - 1:+.0%})", predicted)
+            by_size(
+                lambda row: f"{row['predicted'] * 1e3:.1f} ({row['predicted'] / median_of(row) - 1:+.0%})", predicted
+            )
         )
     return "\n".join(parts)
 
@@ -209,7 +211,8 @@ def _clear(flat: Tensor, _: str) -> None:
     flat.zero_()  # repeated sums would overflow
 
 
-def _name(row: dict[str, Any]) -> str:
+def name_of(row: dict[str, Any]) -> str:
+    """Returns who did what, and with which codec."""
     codec = "" if _is_plain(row) else f", {row['codec']}"
     return f"{row['implementation']}: {row['operation']}{codec}"
 
@@ -219,5 +222,12 @@ def _is_plain(row: dict[str, Any]) -> bool:
     return bool(row.get("codec", "none") == "none")
 
 
-def _median(row: dict[str, Any], what: str = "seconds") -> float:
+def time_of(row: dict[str, Any]) -> str:
+    """Returns the median ms and, without a codec, the share of the limit that the bytes alone set."""
+    seconds = median_of(row)
+    return f"{1e3 * seconds:.1f}" + f" ({row['limit'] / seconds:.0%})" * _is_plain(row)
+
+
+def median_of(row: dict[str, Any], what: str = "seconds") -> float:
+    """Returns the median of all rounds."""
     return median_and_quartiles(row[what])[0]

@@ -55,6 +55,13 @@ def time_round_robin(
     return {name: Timed(wall, processor) for name, wall, processor in each}
 
 
+def timed(function: Callable[[], object]) -> float:
+    """Returns how many seconds a function takes in this process, once."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
 def _finish_work() -> None:
     """Waits for the work that a GPU has been given."""
     if torch.cuda.is_initialized():

@@ -145,8 +145,7 @@ class Step(StepBenchmark):
         candidates = [alone, *(make(build()) for make in makers(self.methods, self.bucket_mb))]
         world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
         profile = profile_step(alone)
-        half = (world_size - 1) / world_size * num_bytes / bandwidth
-        cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
+        cost = cost_of(profile, num_bytes, bandwidth)
         by_name = {candidate.name: candidate for candidate in candidates}
         found = {name: candidate.prepare() for name, candidate in by_name.items()}
         timed = time_candidates(candidates, self.steps, self.rounds, lambda name: progress(label + name))
@@ -176,6 +175,13 @@ class Step(StepBenchmark):
 
     def draw(self, results: list[dict[str, Any]]) -> None:
         step_report.draw_speedup(results, self.output / "speedup.png")
+
+
+def cost_of(profile: Profile, num_bytes: int, bandwidth: float) -> StepCost:
+    """Returns the parts of a step, whose halves of an all-reduce take what a ring's bytes alone do."""
+    world_size = dist.get_world_size()
+    half = (world_size - 1) / world_size * num_bytes / bandwidth
+    return StepCost(profile.forward, profile.backward, profile.update, half, half)
 
 
 def gradient_bytes(model: BenchModel) -> int:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any, TypeVar
 
 from lightning_pipesync.core.files import replacing
@@ -38,6 +38,14 @@ def number(value: float | None, form: str) -> str:
 def with_interval(value: float, interval: float | None, form: str = ".2f") -> str:
     """Returns a number in this format, and the half of its confidence interval, if there is one."""
     return format(value, form) if interval is None else f"{value:{form}} ± {interval:.2f}"
+
+
+def mean_of(values: Sequence[float], form: str = ".2f") -> str:
+    """Returns the mean and half of its 95 % confidence interval, if there is one, in this format; nothing of none."""
+    if not values:
+        return ""
+    interval = interval_of(values)
+    return f"{fmean(values):{form}}" + ("" if interval is None else f" ± {interval:{form}}")
 
 
 def interval_of(values: Sequence[float]) -> float | None:

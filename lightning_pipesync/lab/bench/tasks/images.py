@@ -62,10 +62,5 @@ def image_task(
         test_set=test_set,
         labels=labels,
         top=recipe.top,
-        batch_size=recipe.batch_size,
-        epochs=recipe.epochs,
-        target=recipe.target,
-        optimizer=recipe.optimizer,
-        scheduler=recipe.scheduler,
-        max_norm=recipe.max_norm,
+        **recipe.settings,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -43,6 +44,12 @@ class Recipe:
     top: int = 1
     #: The norm to which the gradient is clipped; None: no clipping.
     max_norm: float | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of a task that say how its model is trained."""
+        names = ("batch_size", "epochs", "target", "optimizer", "scheduler", "max_norm")
+        return {name: getattr(self, name) for name in names}
 
 
 def momentum_sgd(learning_rate: float, weight_decay: float) -> MakeOptimizer:

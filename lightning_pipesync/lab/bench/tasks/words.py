@@ -7,6 +7,7 @@ import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset
 
-from lightning_pipesync.lab.bench.models.word_transformer import WordTransformer
 from lightning_pipesync.lab.bench.tasks.layout import Layout
 from lightning_pipesync.lab.bench.tasks.recipes import RECIPES, WINDOW, Recipe
 from lightning_pipesync.lab.bench.tasks.task import Task
@@ -68,15 +68,11 @@ def words() -> Task:
     def number_of(word: str) -> int:
         return vocabulary.get(word, 0)
 
-    paper = RECIPES["wikitext"]["transformer"]
-    recipe = Recipe(
-        build=lambda num_words: WordTransformer(num_words, WINDOW),
-        batch_size=paper.batch_size,
+    recipe = replace(
+        RECIPES["wikitext"]["transformer"],
         epochs=6,
         target=100.0,
-        optimizer=paper.optimizer,
         scheduler=lambda optimizer, steps: StepLR(optimizer, max(1, steps // 14), 0.8),  # 28,000 steps / 2,000
-        max_norm=paper.max_norm,
     )
     return _task("words", recipe, len(vocabulary), encoded(train_lines, number_of), encoded(test_lines, number_of))
 
@@ -118,13 +114,8 @@ def _task(name: str, recipe: Recipe, num_words: int, train: Tensor, test: Tensor
         build_module=lambda: recipe.build(num_words),
         train_set=Windows(train, WINDOW),
         test_set=Windows(test, WINDOW),
-        batch_size=recipe.batch_size,
         test_batch_size=recipe.batch_size,  # 100 windows of WikiText's words have logits of 3.5 GiB
-        epochs=recipe.epochs,
-        target=recipe.target,
-        optimizer=recipe.optimizer,
-        scheduler=recipe.scheduler,
-        max_norm=recipe.max_norm,
+        **recipe.settings,
     )
 
 
