@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
+from lightning_pipesync.core.comm.line import Line
+from lightning_pipesync.core.comm.transport import Transport
 from tests.harness import DIED, launch
 from tests.lost_ranks import die
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp
@@ -98,3 +100,38 @@ def test_the_others_go_on_without_a_lost_replica() -> None:
     expected = seen(DATA, {0: "012345", following_round: "2345"}, 1)
     for rank in range(2, 6):
         assert outcomes[rank][2] == [batch for _, batch in expected[str(rank)]][:STEPS]
+
+
+def fail_once(owner: Any, name: str) -> None:
+    """Has a function's first call fail as on a busy machine, where Gloo drops connections that are being made."""
+    function, calls = getattr(owner, name), iter(range(1_000_000))
+
+    def wrapped(self: Any, *args: Any) -> None:
+        function(self, *args)
+        if next(calls) == 0:
+            (self if isinstance(self, Line) else self.shards).end_waits()
+            raise RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    setattr(owner, name, wrapped)
+
+
+#: What fails on one rank of a replica, and has been made on the other.
+CONNECTIONS = {"to the other replicas": (Line, "__init__"), "within the replica": (Transport, "exchange_with")}
+
+
+def train_where_a_connection_fails(replica: int, connection: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    dist.init_process_group("gloo")
+    if (replica, dist.get_rank()) == (1, 1):
+        fail_once(*CONNECTIONS[connection])
+    own, average, _ = train(replica, SETTINGS["FedAvg"])
+    return own, average
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_a_connection_that_one_rank_does_not_get_is_made_again(connection: str) -> None:
+    """No rank waits for the timeout, and all train as if nothing had been."""
+    outcomes = launch_replicas(train_where_a_connection_fails, 2, connection, ranks_per_replica=2)
+    undisturbed = launch(train_in_one_job, 4, SETTINGS["FedAvg"])
+    for (own, average), (expected, expected_average, _) in zip(outcomes, undisturbed, strict=True):
+        assert_same(own, expected, connection)
+        assert_same(average, expected_average, connection)

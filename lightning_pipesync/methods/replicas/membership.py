@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from lightning_pipesync.core.comm.line import Line, give_up
+from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.faults.agreement import Agreement
 from lightning_pipesync.core.faults.lighthouse import Member
 
@@ -26,12 +30,12 @@ class Membership:
     Args:
         method: attached; its transport exchanges along the line.
         id: of this replica among all others.
-        rank: in the job.
+        job: this job's ranks.
         timeout: after which a replica that does not answer counts as lost.
     """
 
-    def __init__(self, method: RegroupedReplicaMethod, id: str, rank: int, timeout: timedelta) -> None:
-        self._method, self._id, self._rank, self._timeout = method, id, rank, timeout
+    def __init__(self, method: RegroupedReplicaMethod, id: str, job: Objects, timeout: timedelta) -> None:
+        self._method, self._id, self._job, self._timeout = method, id, job, timeout
         self.members: list[Member] = []
         self.announces = False
         self._line: Line | None = None  # None: it is broken, or there is none yet
@@ -113,8 +117,12 @@ class Membership:
         """
         before, ids = self.members, ids_of(members)
         self.break_off()
-        line = self._line = Line(self._stores(members), ids.index(self._id), self._key(agreement, of), self._timeout)
+        stores, rank, key = self._stores(members), ids.index(self._id), self._key(agreement, of)
+        with self._on_all_ranks():
+            line = self._line = Line(stores, rank, key, self._timeout)
         self._on_line = members
+        with self._on_all_ranks():
+            self._method.transport.exchange_with(line)
         first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
         self._method.regroup(line, snapshot, first_rank, new_ranks)
         self.members = members
@@ -122,12 +130,26 @@ class Membership:
         if self.announces and ids[0] == self._id:
             self._announce(before, gone)
 
+    @contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """Context in which all ranks of the job make a connection: if one has failed, the others fail, too.
+
+        Otherwise they would wait for it in what comes next.
+        """
+        failed: RuntimeError | None = None
+        try:
+            yield
+        except RuntimeError as error:
+            failed = error
+        if not all(self._job.gather_objects(failed is None)):
+            raise failed or dist.DistStoreError("another rank of this job has not been connected")
+
     def _stores(self, members: Sequence[Member]) -> list[str]:
-        return [member.stores[self._rank] for member in members]
+        return [member.stores[self._job.rank] for member in members]
 
     def _key(self, agreement: Agreement, of: str) -> str:
         """Returns the key of the line with those that are new, or without them, of this rank's shard."""
-        return f"{agreement.generation}/{of}/{self._rank}"
+        return f"{agreement.generation}/{of}/{self._job.rank}"
 
     def _announce(self, before: Sequence[Member], gone: Sequence[Member]) -> None:
         lost = [member for member in before if member.id not in ids_of([*self.members, *gone])]

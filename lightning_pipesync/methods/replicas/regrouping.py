@@ -92,12 +92,11 @@ class RegroupedReplicaMethod(ReplicaMethod):
         return replace(self.snapshot().with_outer_states(gathered), rank=0, world_size=1)
 
     def regroup(self, line: Line, snapshot: Snapshot, first: int, new: Sequence[int]) -> None:
-        """Continues from ``snapshot`` with the replicas of ``line``; a collective call of them.
+        """Continues from ``snapshot`` with the replicas of ``line``, on which it exchanges; a collective call of them.
 
         The ranks ``new`` of it continue from the snapshot of ``first``. Averages under way are dropped, and a lossy
         codec's residuals start at zero.
         """
-        self.transport.exchange_with(line)
         self._waiting = []
         is_new = line.rank in new
         if is_new:

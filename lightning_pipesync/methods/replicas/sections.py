@@ -92,7 +92,7 @@ class Sections:
         self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
         self._was_silent = False  # when it has asked last
         self._missing_since = math.inf  # the time since when it has missed others
-        self._membership = Membership(method, self.id, self._job.rank, self._timeout)
+        self._membership = Membership(method, self.id, self._job, self._timeout)
         self._next: Agreement | None = None  # which is one of the next section, too
         self._gathered: Snapshot | None = None  # in a section with which some leave
 
