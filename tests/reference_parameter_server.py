@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec
@@ -157,6 +157,61 @@ def replay_easgd(
                 x.sub_(moved)
                 c.add_(moved)
         versions.append(copy.deepcopy(center))
+    return versions
+
+
+def replay_diloco(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    log: Sequence[Update],
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    codec: Codec | None = None,
+) -> list[nn.Module]:
+    """Returns the servers' model after each update of asynchronous DiLoCo, the first one before any.
+
+    Args:
+        codec: of what is pushed to one server, with error feedback, and fetched from it, without a flush in between.
+    """
+    server = copy.deepcopy(model)
+    outer = SGD(server.parameters(), outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+    versions, learners = [copy.deepcopy(server)], {}
+    known: dict[int, tuple[int, nn.Module]] = {}  # by learner, the last version that it fetched, and what it got
+    dropped: dict[int, Tensor] = {}
+    for update in log:
+        total = [torch.zeros_like(p) for p in server.parameters()]
+        for pushed, weight in zip(update.gradients, update.weights, strict=True):
+            assert pushed.accrued is not None
+            if pushed.rank not in learners:
+                replica = copy.deepcopy(model)
+                learners[pushed.rank] = replica, make_optimizer(replica)
+            replica, optimizer = learners[pushed.rank]
+            fetched = versions[pushed.version]
+            if codec is not None:
+                before, had = known.get(pushed.rank, (0, copy.deepcopy(model)))
+                if before != pushed.version:
+                    add_difference(had, fetched, codec)
+                known[pushed.rank], fetched = (pushed.version, had), had
+            replica.load_state_dict({**replica.state_dict(), **dict(fetched.named_parameters())})  # it has its buffers
+            for step in range(pushed.accrued.first_step, pushed.step + 1):
+                optimizer.zero_grad()
+                loss(replica, step - 1, pushed.rank).backward()
+                optimizer.step()
+            moved = [before - now for before, now in both(fetched, replica)]
+            if codec is not None:
+                flat = Bucket(moved)
+                flat.pack(moved)
+                residual = dropped.setdefault(pushed.rank, torch.zeros_like(flat.flat))
+                flat.flat.copy_(through(codec, flat.flat, residual))
+                flat.unpack(moved)
+            for one, movement in zip(total, moved, strict=True):
+                one.add_(movement, alpha=weight)
+        for p, one in zip(server.parameters(), total, strict=True):
+            p.grad = one / len(update.gradients)
+        outer.param_groups[0]["lr"] = outer_lr * update.lr_factor
+        outer.step()
+        versions.append(copy.deepcopy(server))
     return versions
 
 

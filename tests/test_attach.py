@@ -24,11 +24,12 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "pipe_sgd, level 2": (PipeSGD, {"pipeline_level": 2}),
     "parameter_server": (ParameterServer, {}),
     "easgd": (ParameterServer, {"policy": "easgd"}),
+    "diloco": (ParameterServer, {"policy": "diloco"}),
     "selsync": (SelSync, {}),
     "local_sgd": (LocalSGD, {}),
 }
 #: Those whose ranks have optimizer states of their own.
-OWN_STATES = ("easgd", "selsync", "local_sgd")
+OWN_STATES = ("easgd", "diloco", "selsync", "local_sgd")
 #: Those whose ranks have the same weights at every step.
 SAME_WEIGHTS = ("dear", "pipe_sgd", "pipe_sgd, level 2")
 

@@ -189,6 +189,7 @@ CASES: dict[str, partial[dict[str, Any]]] = {
     "sync": partial(train, ParameterServer, policy="sync"),
     "k_async": partial(train, ParameterServer, policy="k_async", servers=1),
     "easgd": partial(train, ParameterServer, policy="easgd"),
+    "diloco": partial(train, ParameterServer, policy="diloco", k=1),
     "continues after a loss": partial(
         train, ParameterServer, policy="k_async", servers=1, on_lost_rank="continue", compression="int8"
     ),

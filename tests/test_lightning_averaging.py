@@ -33,6 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("parameter_server", {}),
     ("parameter_server", {"policy": "downpour"}),
     ("parameter_server", {"policy": "easgd", "period": 2}),
+    ("parameter_server", {"policy": "diloco", "period": 2, "k": 1}),
 ]
 #: A method of each engine.
 LATE: list[tuple[str, dict[str, Any]]] = [("dear", {}), ("selsync", {"delta": 1e9}), ("parameter_server", {})]

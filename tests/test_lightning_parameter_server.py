@@ -70,7 +70,7 @@ def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
     return raised(lambda: fit(settings, folder))
 
 
-MOVING: dict[str, dict[str, Any]] = {"downpour": {"n_push": 3}, "easgd": {"period": 3}}
+MOVING: dict[str, dict[str, Any]] = {"downpour": {"n_push": 3}, "easgd": {"period": 3}, "diloco": {"period": 3}}
 REFUSED: dict[str, dict[str, Any]] = {"k=3": {"policy": "k_sync", "k": 3}, "servers=3": {"servers": 3}}
 
 

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipesync import LocalSGD, ParameterServer
 from lightning_pipesync.methods.servers.messages import Update
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch, raised
 from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
-from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
+from tests.reference_parameter_server import replay, replay_diloco, replay_downpour, replay_easgd
 from tests.server_runs import ServedRun, assert_weights
 
 STEPS = 8
@@ -76,6 +78,12 @@ EASGD: list[tuple[int, str, dict[str, Any], float]] = [
     (3, "adamw", {"period": 3, "servers": 1}, 0.3),
     (4, "sgd", {"period": 2, "elastic_force": 0.5}, 0.5),
 ]
+#: Of asynchronous DiLoCo.
+DILOCO: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "sgd", {"period": 2, "k": 1, "outer_momentum": 0.0, "outer_lr": 0.5}),
+    (3, "adamw", {"period": 3, "k": 2, "servers": 1}),
+    (4, "sgd", {"period": 2, "k": 1, "grace_s": 0.02, "staleness_lr": "gradient"}),
+]
 
 
 def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], dict[str, float]]:
@@ -91,7 +99,7 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], 
             value = loss(model, i, rank)
             time.sleep(delays.choice([0.0, 0.0, 0.01, 0.03]))
             value.backward()
-            if settings["policy"] == "easgd":
+            if settings["policy"] in ("easgd", "diloco"):
                 sync.reduce()
             return value
 
@@ -117,6 +125,9 @@ def trained(world_size: int) -> Outcomes:
     for number, name, given, _ in EASGD:
         if number == world_size:
             cases["easgd"] = partial(train, name, {"policy": "easgd", **given})
+    for number, name, given in DILOCO:
+        if number == world_size:
+            cases["diloco"] = partial(train, name, {"policy": "diloco", **given})
     return launch_cases(cases, world_size)
 
 
@@ -160,6 +171,72 @@ def test_the_log_explains_easgd(world_size: int, optimizer: str, settings: dict[
     assert_weights([weights for _, weights, _ in outcomes], expected)
     assert len(log) == sum((STEPS - 2 * (rank == 1)) // settings["period"] for rank in range(world_size))
     assert all(metrics["updates"] == len(log) for *_, metrics in outcomes)
+
+
+@pytest.mark.parametrize(("world_size", "optimizer", "settings"), DILOCO)
+def test_the_log_explains_diloco(world_size: int, optimizer: str, settings: dict[str, Any]) -> None:
+    outcomes = trained(world_size)["diloco"]
+    log, period = outcomes[0][0], settings["period"]
+    outer = {name: settings[name] for name in ("outer_lr", "outer_momentum") if name in settings}
+    expected = state(replay_diloco(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, **outer)[-1])
+    assert_weights([weights for _, weights, _ in outcomes], expected)
+    for rank in range(world_size):
+        of_rank = [each for update in log for each in update.gradients if each.rank == rank]
+        assert [each.accrued.first_step for each in of_rank] == [1, *(one.step + 1 for one in of_rank[:-1])]
+        assert of_rank[-1].step == STEPS - 2 * (rank == 1), "a flush loses no step"
+        assert max(each.num_steps for each in of_rank) == period
+    for update in log:  # each counts by its steps, and by its staleness
+        by_staleness = [max(1, number) if "staleness_lr" in settings else 1 for number in update.staleness]
+        counts = [each.num_steps / number for each, number in zip(update.gradients, by_staleness, strict=True)]
+        assert update.weights == pytest.approx([count * len(counts) / sum(counts) for count in counts])
+
+
+def train_in_rounds(method: type[Any], settings: dict[str, Any]) -> dict[str, Tensor]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["adamw"](model)
+    sync = method(model, optimizer, timeout_s=60, **settings)
+    for i in range(12):
+        optimizer.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+    sync.flush()
+    weights = state(model)
+    sync.detach()
+    return weights
+
+
+def test_a_quorum_of_all_is_diloco() -> None:
+    cases = {
+        "servers": partial(train_in_rounds, ParameterServer, {"policy": "diloco", "period": 4}),
+        "rounds": partial(train_in_rounds, LocalSGD, {"period": 4, "outer_optimizer": "nesterov", "lr_scale": 1.0}),
+    }
+    outcomes = launch_cases(cases, 2)
+    assert_weights(outcomes["servers"], outcomes["rounds"][0])
+
+
+def train_one_learner(policy: str, resumes: bool) -> dict[str, Tensor]:
+    """Trains with one learner, so that timing plays no part; saved, and resumed, in the middle of a period."""
+
+    def begin(seed: int) -> ServedRun:
+        return ServedRun("adamw", seed=seed, policy=policy, period=3)
+
+    run = begin(0)
+    for i in range(12):
+        if i == 7:
+            run.sync.flush()
+            weights, saved = state(run.model), run.sync.state_dict()
+            if resumes:
+                run.sync.detach()
+                run = begin(1)
+                run.model.load_state_dict(weights)
+                run.sync.load_state_dict(saved)
+        run.step(i)
+    return run.end()
+
+
+def test_diloco_resumes_with_the_states_of_its_optimizers() -> None:
+    outcomes = launch_cases({resumes: partial(train_one_learner, "diloco", resumes) for resumes in (False, True)}, 1)
+    assert_weights(outcomes[True], outcomes[False][0])
 
 
 def train_replica(resumed: bool, resumes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -210,6 +287,7 @@ def test_training_continues_from_loaded_weights() -> None:
     cases: dict[str, dict[str, Any]] = {
         "downpour": {"n_push": 2},
         "easgd": {"period": 2},
+        "diloco": {"period": 3, "k": 1},
         "k_sync": {"k": 2},
         "k_batch_async": {"k": 2},
     }

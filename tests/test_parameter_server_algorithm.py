@@ -9,7 +9,7 @@ import pytest
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import Coordinator
-from lightning_pipesync.methods.servers.messages import BatchRequest, Decision, Gradient
+from lightning_pipesync.methods.servers.messages import Accrued, BatchRequest, Decision, Gradient
 from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
 
@@ -137,6 +137,7 @@ def test_a_lost_learner_is_not_waited_for() -> None:
         ("k_batch_sync", {"k": 2}),
         ("n_softsync", {"n": 2}),
         ("ssp", {"staleness_bound": 1}),
+        ("diloco", {"k": 3}),
     ],
 )
 @pytest.mark.parametrize("has_pushed", [False, True])
@@ -155,6 +156,29 @@ def test_the_others_continue_without_a_lost_learner(policy: str, settings: dict[
     run.retire(0)
     assert run.retire(1)[1] == [0, 1]
     assert not run.sequencer.pending
+
+
+def test_a_period_of_grace_takes_in_who_comes_meanwhile() -> None:
+    run = timeline("diloco", k=1, grace_s=9)
+    assert run.push(1) == ([], [])
+    assert run.sequencer.in_grace
+    assert run.push(0) == ([], [])
+    assert run.follow(run.sequencer.end_grace()) == ([0, 1], [0, 1])
+    assert not run.sequencer.in_grace
+    assert run.push(2) == ([], []), "of the weights before"
+    assert run.push(0) == ([], [])
+    assert run.push(1) == ([0, 1, 2], [0, 1, 2]), "nobody is left to wait for"
+    assert not run.sequencer.in_grace
+
+
+def test_learners_count_by_their_steps() -> None:
+    sequencer = Sequencer(Policy(2, waits=True, by_steps=True), range(3), "gradient")
+    sequencer.version = 3
+    sequencer.push(Gradient(0, 6, version=1, accrued=Accrued(1, ())))
+    decision = sequencer.push(Gradient(1, 8, version=2, accrued=Accrued(5, ())))[0]
+    assert decision.update is not None
+    assert decision.update.weights == pytest.approx((6 / 2 / 7 * 2, 4 / 7 * 2))
+    assert decision.update.lr_factor == pytest.approx((1 / 2 + 1) / 2), "the rate depends on the staleness alone"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lightning_pipesync.methods.servers.messages import Update
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import DIED, assert_refused, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp
-from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
+from tests.reference_parameter_server import replay, replay_diloco, replay_downpour, replay_easgd
 from tests.server_runs import ServedRun, assert_weights
 
 STEPS = 8
@@ -33,11 +33,12 @@ POLICIES: dict[str, tuple[dict[str, Any], Any]] = {
     "ssp": ({"policy": "ssp", "staleness_bound": 0}, replay),
     "downpour": ({"policy": "downpour", "n_push": 2}, replay_downpour),
     "easgd": ({"policy": "easgd", "period": 2}, replay_easgd),
+    "diloco": ({"policy": "diloco", "period": 2, "k": 1}, replay_diloco),
 }
 #: By number of ranks and servers, the policies that are trained.
 TRAINED = {
     (3, 1): tuple(POLICIES),
-    (4, 2): ("k_batch_sync", "k_async", "predicted", "downpour", "easgd"),
+    (4, 2): ("k_batch_sync", "k_async", "predicted", "downpour", "easgd", "diloco"),
 }
 SERVES = {"servers": 1, "dedicated_servers": True}
 
@@ -52,7 +53,8 @@ def train(settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], di
         own = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
         sync.flush()
         saved = sync.optimizer_state_dict(run.optimizer)
-        assert saved["state"] or (sync.only_serves and "easgd" in settings.values()), "its optimizers run on learners"
+        on_learners = settings.get("policy") in ("easgd", "diloco")
+        assert saved["state"] or (sync.only_serves and on_learners), "its optimizers run on learners"
         sync.resume()
     return sync.log, run.end(), own, sync.only_serves
 

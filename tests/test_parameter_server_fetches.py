@@ -16,7 +16,7 @@ from lightning_pipesync.methods.servers.learner_copies import LearnerCopies
 from lightning_pipesync.methods.servers.messages import Decision, Update
 from tests.case_table import Outcomes, launch_cases
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
-from tests.reference_parameter_server import replay
+from tests.reference_parameter_server import replay, replay_diloco
 from tests.server_runs import ServedRun, assert_weights
 
 STEPS = 8
@@ -51,10 +51,17 @@ FLUSHED: dict[str, dict[str, Any]] = {
 }
 
 
+DILOCO: dict[str, Any] = {
+    **{"policy": "diloco", "period": 2, "k": 1, "servers": 1},
+    **{"compression": "int8", "fetch_compression": "int8"},
+}
+
+
 @cache
 def trained() -> Outcomes:
     flushed = {case: partial(train, settings, flushed_at=4) for case, settings in FLUSHED.items()}
-    return launch_cases({**{case: partial(train, settings_of(case)) for case in CASES}, **flushed}, 3)
+    cases = {case: partial(train, settings_of(case)) for case in CASES}
+    return launch_cases({**cases, **flushed, "diloco": partial(train, DILOCO)}, 3)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,6 +74,17 @@ def test_the_log_explains_the_weights(case: str) -> None:
     as_they_are = state(replay(seeded_mlp(), OPTIMIZERS["sgd"], loss, log, **given)[-1])
     assert_weights([weights for _, weights in outcomes], expected)
     assert any(not torch.equal(value, expected[name]) for name, value in as_they_are.items()), "it is lossy"
+
+
+def test_the_log_explains_diloco_with_a_codec_of_both_directions() -> None:
+    outcomes = trained()["diloco"]
+    log = outcomes[0][0]
+    exact, expected = (
+        state(replay_diloco(seeded_mlp(), OPTIMIZERS["sgd"], loss, log, codec=codec)[-1])
+        for codec in (None, get_codec("int8"))
+    )
+    assert_weights([weights for _, weights in outcomes], expected)
+    assert any(not torch.equal(value, expected[name]) for name, value in exact.items()), "it is lossy"
 
 
 @pytest.mark.parametrize("case", FLUSHED)

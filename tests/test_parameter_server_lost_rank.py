@@ -27,6 +27,8 @@ from tests.server_runs import ServedRun, assert_weights
 
 STEPS, LOST_AT, TIMEOUT_S = 12, 5, 15
 
+#: The policies whose updates are not of gradients.
+OWN_OPTIMIZERS = ("easgd", "diloco")
 POLICIES: dict[str, dict[str, Any]] = {
     "sync": {},
     "k_sync": {"k": 3},
@@ -105,20 +107,20 @@ def test_the_others_continue_without_a_rank_that_dies(policy: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("policy", "settings"),
     [
-        *((policy, {"servers": 2}) for policy in ("k_batch_async", "sync", "easgd")),
-        *((policy, {"servers": 1, "dedicated_servers": True}) for policy in ("async", "easgd")),
+        *((policy, {"servers": 2}) for policy in ("k_batch_async", "sync", "easgd", "diloco")),
+        *((policy, {"servers": 1, "dedicated_servers": True}) for policy in ("async", "easgd", "diloco")),
     ],
     ids=str,
 )
 def test_several_servers_continue(policy: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """They use the same gradients, whichever of them a learner had reached when it died."""
-    given = {**POLICIES.get(policy, {}), **settings, "keep_log": policy != "easgd"}
+    given = {**POLICIES.get(policy, {}), **settings, "keep_log": policy not in OWN_OPTIMIZERS}
     *others, lost = launch(train, 4, policy, given, "dies", tmp_path, may_die=(3,))
     assert lost == DIED
     assert_weights([outcome["weights"] for outcome in others], others[0]["weights"])
     (said,) = (text for text in others[0]["said"] if "Lost" in text)
     assert f"continues on rank {'1, 2' if settings['servers'] == 1 else '0, 1, 2'}." in said
-    if policy == "easgd":
+    if policy in OWN_OPTIMIZERS:
         return
     log = others[0]["log"]
     last = replay(seeded_mlp(batch_norm=True), OPTIMIZERS["sgd"], loss, log)[-1]

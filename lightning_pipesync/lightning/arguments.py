@@ -338,16 +338,23 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
             ``downpour``: learners take local steps of plain SGD, push the sum of their gradients every ``n_push``
             steps, each of which is an update, and fetch weights every ``n_fetch`` steps, both under computation.
             ``easgd``: each learner trains a replica with its own optimizer, and every ``period`` steps the replica and
-            the servers' weights attract each other.
-        k: K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as
-            many as there are learners.
+            the servers' weights attract each other. ``diloco``: each learner trains with its own optimizer, and pushes
+            every ``period`` steps how far they have moved the weights that it had fetched; when ``k`` learners have,
+            and ``grace_s`` seconds later, an outer optimizer moves the servers' weights by the mean of that, in which
+            each learner counts by its steps.
+        k: K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update; the quorum
+            of ``diloco``. None: as many as there are learners.
         n: n of ``n_softsync``, about the mean staleness: 1 is similar to ``sync``, the number of learners is ``async``.
         staleness_bound: s of ``ssp``: maximum number of gradients that a learner may be ahead of the slowest one.
         n_push: Steps of ``downpour`` from one push to the next.
         n_fetch: Steps of ``downpour`` from one fetch to the next.
-        period: tau of ``easgd``: steps of a learner from one exchange with the servers to the next.
+        period: tau of ``easgd``, H of ``diloco``: steps of a learner from one exchange with the servers to the next.
         elastic_force: alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers'
             weights move. ``auto``: 0.9 / number of learners.
+        grace_s: Seconds for which an update of ``diloco`` waits for further learners once ``k`` have pushed.
+        outer_lr: Learning rate of the outer optimizer of ``diloco``, which is SGD with Nesterov momentum.
+        outer_momentum: Its momentum, in [0, 1). With a ``k`` well below the number of learners set less: each of them
+            is moved on by the momentum of the others.
         servers: Number of servers: the first ranks, each with a share of the weights; they also train. None: all ranks.
         independent_shards: Whether each server of ``async`` and ``downpour`` applies gradients in the order in which
             they reach it, and answers at once, without a word with the other servers. The shards of the weights that a
@@ -414,6 +421,7 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
             "ssp",
             "downpour",
             "easgd",
+            "diloco",
         ] = "k_batch_async",
         k: int | None = None,
         n: int = 1,
@@ -422,6 +430,9 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         n_fetch: int = 1,
         period: int = 10,
         elastic_force: Literal["auto"] | float = "auto",
+        grace_s: float = 0.0,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
         servers: int | None = None,
         independent_shards: bool = False,
         dedicated_servers: bool = False,

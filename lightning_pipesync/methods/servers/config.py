@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.dtensors import ELEMENTWISE
@@ -17,7 +17,17 @@ from lightning_pipesync.methods.setting_types import Compression, OptimizerClass
 from lightning_pipesync.methods.settings import Settings, renamed
 
 PolicyName = Literal[
-    "sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp", "downpour", "easgd"
+    "sync",
+    "k_sync",
+    "k_batch_sync",
+    "k_async",
+    "k_batch_async",
+    "async",
+    "n_softsync",
+    "ssp",
+    "downpour",
+    "easgd",
+    "diloco",
 ]
 StalenessLR = Literal["none", "mean", "gradient", "distance"]
 DelayCompensation = Literal["none", "momentum", "dc_asgd"]
@@ -25,17 +35,20 @@ OnLostRank = Literal["auto", "raise", "continue"]
 
 #: The policies that use a setting, if not all do.
 _POLICIES_WITH = {
-    "k": ("k_sync", "k_batch_sync", "k_async", "k_batch_async"),
+    "k": ("k_sync", "k_batch_sync", "k_async", "k_batch_async", "diloco"),
     "n": ("n_softsync",),
     "staleness_bound": ("ssp",),
     "n_push": ("downpour",),
     "n_fetch": ("downpour",),
-    "period": ("easgd",),
+    "period": ("easgd", "diloco"),
     "elastic_force": ("easgd",),
+    "grace_s": ("diloco",),
+    "outer_lr": ("diloco",),
+    "outer_momentum": ("diloco",),
 }
 
 #: The policies in which no learner waits for one that is slow or lost.
-_ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", "easgd")
+_ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", "easgd", "diloco")
 
 
 @dataclass(frozen=True)
@@ -67,11 +80,14 @@ class ParameterServerConfig(Settings):
     learner is more than ``staleness_bound`` gradients ahead of the slowest one. ``downpour``: learners take local steps
     of plain SGD, push the sum of their gradients every ``n_push`` steps, each of which is an update, and fetch weights
     every ``n_fetch`` steps, both under computation. ``easgd``: each learner trains a replica with its own optimizer,
-    and every ``period`` steps the replica and the servers' weights attract each other."""
+    and every ``period`` steps the replica and the servers' weights attract each other. ``diloco``: each learner trains
+    with its own optimizer, and pushes every ``period`` steps how far they have moved the weights that it had fetched;
+    when ``k`` learners have, and ``grace_s`` seconds later, an outer optimizer moves the servers' weights by the mean
+    of that, in which each learner counts by its steps."""
 
     k: int | None = None
-    """K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as many
-    as there are learners."""
+    """K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update; the quorum of
+    ``diloco``. None: as many as there are learners."""
 
     n: int = 1
     """n of ``n_softsync``, about the mean staleness: 1 is similar to ``sync``, the number of learners is ``async``."""
@@ -86,11 +102,21 @@ class ParameterServerConfig(Settings):
     """Steps of ``downpour`` from one fetch to the next."""
 
     period: int = 10
-    """tau of ``easgd``: steps of a learner from one exchange with the servers to the next."""
+    """tau of ``easgd``, H of ``diloco``: steps of a learner from one exchange with the servers to the next."""
 
     elastic_force: Literal["auto"] | float = "auto"
     """alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers' weights move.
     ``auto``: 0.9 / number of learners."""
+
+    grace_s: float = 0.0
+    """Seconds for which an update of ``diloco`` waits for further learners once ``k`` have pushed."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the outer optimizer of ``diloco``, which is SGD with Nesterov momentum."""
+
+    outer_momentum: float = 0.9
+    """Its momentum, in [0, 1). With a ``k`` well below the number of learners set less: each of them is moved on by the
+    momentum of the others."""
 
     servers: int | None = None
     """Number of servers: the first ranks, each with a share of the weights; they also train. None: all ranks."""
@@ -161,6 +187,9 @@ class ParameterServerConfig(Settings):
         self._check_least(k=1, n=1, staleness_bound=0, n_push=1, n_fetch=1, period=1, servers=1)
         self._check("distance_bound", 0 < self.distance_bound < math.inf, "a positive number")
         self._check("elastic_force", self.elastic_force == "auto" or 0 < self.elastic_force < 1, "'auto' or in (0, 1)")
+        self._check("grace_s", 0 <= self.grace_s < math.inf, "at least 0 seconds")
+        self._check("outer_lr", 0 < self.outer_lr < math.inf, "a positive number")
+        self._check("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)")
         self._check("dc_lambda", 0 <= self.dc_lambda < math.inf, "at least 0")
         if self.dedicated_servers and self.servers is None:
             raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
@@ -169,7 +198,8 @@ class ParameterServerConfig(Settings):
                 f"independent_shards=True is for policies in which every push is an update, 'async' and 'downpour', "
                 f"and policy={self.policy!r}: set one of them, or independent_shards=False."
             )
-        moves = self.policy in ("downpour", "easgd")
+        moves = self.policy in ("downpour", "easgd", "diloco")
+        keeps_fetched = self.policy == "diloco"  # what its learners have fetched, beside their own weights
         of_one_version = f"is for weights of one version, and with independent_shards={self.independent_shards} shards"
         apart = f"{of_one_version} have versions of their own"
         learners = f"and with policy={self.policy!r} learners"
@@ -181,7 +211,7 @@ class ParameterServerConfig(Settings):
             ("delay_compensation", self.independent_shards and self.delay_compensation == "momentum", apart),
             ("staleness_lr", moves and self.staleness_lr == "distance", at_servers),
             ("staleness_lr", self.independent_shards and self.staleness_lr == "distance", apart),
-            ("fetch_compression", moves and not fetch_codec.lossless, fetched),
+            ("fetch_compression", moves and not keeps_fetched and not fetch_codec.lossless, fetched),
             ("compression", self.policy == "easgd" and not codec.lossless, pushed),
         ):
             if is_refused:
@@ -228,7 +258,12 @@ class ParameterServerConfig(Settings):
             if self.policy in _POLICIES_WITH[name] and value is not None and value > learners:
                 raise ValueError(f"{name}={value!r} of policy={self.policy!r} is more than the {learners} learners.")
         k = learners if self.k is None else self.k
-        return policies(learners, k, self.n, self.staleness_bound)[self.policy]
+        return policies(learners, k, self.n, self.staleness_bound, self.grace_s > 0)[self.policy]
+
+    def outer_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns the outer optimizer of ``diloco``, with the parameter groups of a learner's optimizer."""
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        return SGD(groups, self.outer_lr, self.outer_momentum, nesterov=self.outer_momentum > 0)
 
     def check_optimizer(self, optimizer: Optimizer, num_servers: int) -> None:
         """Raises a ValueError if an optimizer cannot run on the servers.
@@ -257,7 +292,10 @@ class ParameterServerConfig(Settings):
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        return "all replicas begin from the servers' weights" if self.policy == "easgd" else None
+        return {
+            "easgd": "all replicas begin from the servers' weights",
+            "diloco": "the learners' optimizers, and the outer one, begin anew",
+        }.get(self.policy)
 
     @property
     def needs_as_many_ranks(self) -> bool:
@@ -273,9 +311,9 @@ class ParameterServerConfig(Settings):
         if self.policy in ("sync", "k_sync", "k_batch_sync"):
             for name in ("staleness_lr", "delay_compensation"):
                 ignored[name] = f"with policy={self.policy!r}, in which no gradient is stale"
-        if self.policy == "easgd":
-            for name in ("staleness_lr", "elementwise", "error_feedback"):
-                ignored[name] = "with policy='easgd', whose optimizers run on the learners"
+        on_learners = {"easgd": ("staleness_lr", "elementwise", "error_feedback"), "diloco": ("elementwise",)}
+        reason = f"with policy={self.policy!r}, whose optimizers run on the learners"
+        ignored |= dict.fromkeys(on_learners.get(self.policy, ()), reason)
         if self.independent_shards and self.servers == 1:
             ignored["independent_shards"] = "with servers=1, which has all shards: set servers=2, or more"
         if self.staleness_lr != "distance":

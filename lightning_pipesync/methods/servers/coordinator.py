@@ -44,7 +44,7 @@ class Coordinator:
     """Calls the sequencer with what arrives from ``learners``, and sends its decisions to ``followers`` in their order.
 
     Threads of the mail call its methods. ``num_reporting`` other servers report what arrives, see
-    [Note: incomplete gradients].
+    [Note: incomplete gradients]. A period of grace takes ``grace_s`` seconds.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Coordinator:
         followers: Sequence[int],
         keep_log: bool,
         num_reporting: int = 0,
+        grace_s: float = 0.0,
     ) -> None:
         self.log: list[Update] = []  # all updates so far, with ``keep_log``
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
@@ -67,6 +68,8 @@ class Coordinator:
         self._settings: dict[Gradient, UpdateSettings] = {}  # of the pushed gradients
         self._same: set[int] = set()  # the ranks that got the same weights last, and are not lost
         self._held: dict[int, HeldWeights] = {}  # by those of them that have told
+        self._grace_s, self._closed = grace_s, threading.Event()
+        self._in_grace_after = -1  # the version that the latest period of grace follows
         self._lock = threading.Lock()
 
     @property
@@ -138,6 +141,10 @@ class Coordinator:
             self._send(rank, Evicted())
         return lost
 
+    def close(self) -> None:
+        """Ends a period of grace."""
+        self._closed.set()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters, while nothing is pending."""
         return {"staleness": self._sequencer.staleness_lr.state_dict(), "handed_out": self._queue.state_dict()}
@@ -188,6 +195,18 @@ class Coordinator:
                 for rank in decision.released:
                     self._send(rank, FlushedBuffers(self._buffers[min(self._buffers)]))
                 self._buffers = {}
+        version = self._sequencer.version
+        if self._sequencer.in_grace and self._in_grace_after < version:
+            self._in_grace_after = version
+            threading.Thread(target=self._give_grace, args=(version,), name="pipesync-grace", daemon=True).start()
+
+    def _give_grace(self, version: int) -> None:
+        """Has the update after a version made when the period of grace is over, unless it was made meanwhile."""
+        if self._closed.wait(self._grace_s):
+            return
+        with self._lock:
+            if self._sequencer.in_grace and self._sequencer.version == version:
+                self._decide(self._sequencer.end_grace())
 
     def _compare_if_complete(self) -> None:
         if not self._held or self._held.keys() != self._same:

@@ -24,7 +24,7 @@ class ServedConfig(ParameterServerConfig):
 
     lr_scale: float | None = None
     """Factor on the task's learning rate. None: the number of gradients of an update over that of the ranks, so that a
-    sample counts as much as with an update by the mean of all ranks' gradients."""
+    sample counts as much as with an update by the mean of all ranks' gradients; 1 with ``diloco``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,8 @@ class ParameterServerLab(LabEntry):
 
     def training(self, config: Any, world_size: int, divided_data: bool) -> BenchCandidate:
         """Returns learners at their own pace, unless all wait for each other, or each rank has separate data."""
-        lr_scale = config.lr_scale or config.policy_for(world_size).gradients / world_size
+        policy = config.policy_for(world_size)
+        lr_scale = config.lr_scale or (1.0 if policy.by_steps else policy.gradients / world_size)
         if config.policy == "sync" or divided_data:
             return ServedCandidate(self.label, config, lr_scale=lr_scale)
         logged = replace(config, **QUEUE, keep_log=True)

@@ -36,8 +36,10 @@ class Learner:
 
     #: Whether it updates its weights itself, so that they are not those that it has fetched.
     moves_weights: ClassVar[bool] = False
-    #: Whether its weights are a replica that the user's optimizer trains (EASGD).
+    #: Whether its weights are a replica that a flush keeps (EASGD).
     keeps_replica: ClassVar[bool] = False
+    #: Whether the user's optimizer runs here, and not on the servers.
+    owns_optimizer: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -146,13 +148,17 @@ class Learner:
     def _push(self, gradient: Gradient, present: list[list[bool]]) -> None:
         """Pushes the packed buckets; ``present``: which parameters of each have a gradient."""
         index = gradient.optimizer
-        settings = UpdateSettings(current(self._optimizers[index]), **self.clipping.get(index, {}))
+        settings = self._settings_of(index)
         for server in range(self._router.num_servers):
             with profiled("push to server", server):
                 wires = [bucket.encoded(server) for bucket in self._buckets_of(index)]
                 is_used_there = server in self._router.coordinators
                 of_server = replace(gradient, version=gradient.of_shards[server]) if gradient.of_shards else gradient
                 self._router.send(server, Push(of_server, settings if is_used_there else None, wires, present))
+
+    def _settings_of(self, index: int) -> UpdateSettings:
+        """Returns how the servers are to apply what this learner pushes."""
+        return UpdateSettings(current(self._optimizers[index]), **self.clipping.get(index, {}))
 
     def _buckets_of(self, index: int) -> list[SharedBucket]:
         return [bucket for bucket in self._buckets if bucket.group[0] == index]
@@ -305,7 +311,7 @@ class EASGDLearner(_LocalLearner):
     The center is the servers' weights (asynchronous EASGD, Zhang et al., NIPS 2015, Algorithm 1).
     """
 
-    keeps_replica = True
+    keeps_replica = owns_optimizer = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -360,6 +366,54 @@ class EASGDLearner(_LocalLearner):
         load_optimizer_state(self._optimizers[0], replica["optimizer"])
 
 
+class DiLoCoLearner(_LocalLearner):
+    """Trains with the user's optimizer, and pushes how far ``period`` steps have moved the weights that it had fetched.
+
+    It continues from the weights that the outer optimizer has made of that (asynchronous DiLoCo, arXiv 2401.09135;
+    Decoupled DiLoCo, arXiv 2604.21428). The movement is the fetched weights minus its own: an outer gradient.
+    """
+
+    owns_optimizer = True
+
+    def __init__(self, *args: Any, outer: Optimizer) -> None:
+        super().__init__(*args)
+        self._outer = outer
+
+    def step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        result = self._user_steps.update_own(index, update)
+        self.steps += 1
+        if self.steps - self._first_step + 1 == self._config.period:
+            self._push_movement()
+            self._await_weights()
+        return result
+
+    def retire(self) -> None:
+        if self._first_step <= self.steps:
+            self._push_movement()
+            self._await_weights()
+        super().retire()
+
+    def retire_to_reload(self) -> None:
+        self._first_step = self.steps + 1
+        super().retire_to_reload()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "optimizer": self._optimizers[0].state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._first_step = self.steps + 1
+        load_optimizer_state(self._optimizers[0], state["optimizer"])
+
+    def _push_movement(self) -> None:
+        for bucket in self._buckets:
+            bucket.pack_movement()
+        self._push_accrued([[True] * len(bucket.members) for bucket in self._buckets])
+
+    def _settings_of(self, index: int) -> UpdateSettings:
+        return UpdateSettings(current(self._outer))
+
+
 def versions_in(state: Mapping[str, Any], num_servers: int) -> tuple[int, ...]:
     """Returns the versions of all servers' shards in a learner's saved state, which may have had other servers."""
     versions = state.get("versions") or (state["version"],)  # releases before had one for all
@@ -372,4 +426,5 @@ LEARNERS: dict[str, type[Learner]] = {
     "k_batch_sync": CancellingLearner,
     "downpour": DownpourLearner,
     "easgd": EASGDLearner,
+    "diloco": DiLoCoLearner,
 }

@@ -41,6 +41,11 @@ class Gradient:
     accrued: Accrued | None = None  # the local steps that it sums up; None: it is the gradient of one step
     of_shards: tuple[int, ...] = ()  # as of Fetch; ``version`` is then that of the shard of who gets the gradient
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the learner that it has from."""
+        return 1 if self.accrued is None else self.step - self.accrued.first_step + 1
+
 
 @dataclass(frozen=True)
 class Update:

@@ -30,9 +30,13 @@ class Policy:
     """All learners skip a step in which one has a gradient that is not finite."""
     local: bool = False
     """Learners take local steps, and request weights when they want them."""
+    by_steps: bool = False
+    """What is pushed is how far the local steps of a learner have moved its weights, and counts by their number."""
+    has_grace: bool = False
+    """An update waits for the end of a period of grace once it has K gradients, if more may come."""
 
 
-def policies(learners: int, k: int, n: int, staleness_bound: int) -> dict[str, Policy]:
+def policies(learners: int, k: int, n: int, staleness_bound: int, has_grace: bool = False) -> dict[str, Policy]:
     """Returns the policies by name."""
     return {
         "sync": Policy(learners, waits=True, together=True),
@@ -45,6 +49,7 @@ def policies(learners: int, k: int, n: int, staleness_bound: int) -> dict[str, P
         "ssp": Policy(1, waits=True, bound=staleness_bound),
         "downpour": Policy(1, waits=False, local=True),
         "easgd": Policy(1, waits=True),  # what is pushed is a replica, which attracts the weights, and they it
+        "diloco": Policy(k, waits=True, by_steps=True, has_grace=has_grace),
     }
 
 
@@ -118,6 +123,7 @@ class Sequencer:
         self.learners = {rank: _Progress(serves=rank in servers) for rank in ranks}
         self.version = 0  # the number of updates so far
         self.pending: list[Gradient] = []  # that no update has used yet
+        self.in_grace = False  # there are enough for an update, which waits for more
 
     def push(self, gradient: Gradient) -> list[Decision]:
         """A learner has pushed a gradient, and waits for weights unless it takes local steps."""
@@ -127,6 +133,10 @@ class Sequencer:
             return [Decision(dropped=gradient), *self._release()]
         self.pending.append(gradient)
         return self._update_if_due() + self._release()
+
+    def end_grace(self) -> list[Decision]:
+        """The period of grace is over."""
+        return self._update_if_due(waits_for_more=False) + self._release()
 
     def fetch(self, rank: int) -> list[Decision]:
         """A learner requests weights without a gradient."""
@@ -168,19 +178,26 @@ class Sequencer:
             learner.finite = None
         return [Decision(skip=skip)]
 
-    def _update_if_due(self) -> list[Decision]:
+    def _update_if_due(self, waits_for_more: bool = True) -> list[Decision]:
         """Makes updates of the pending gradients if they are enough, or if no learner is left who would add one."""
         waits = self.policy.waits
         working = [learner for learner in self.learners.values() if learner.trains and not (learner.waiting and waits)]
         decisions = []
         for optimizer in sorted({gradient.optimizer for gradient in self.pending}):
             used = [gradient for gradient in self.pending if gradient.optimizer == optimizer]
-            if len(used) < self.policy.gradients and working:
+            if working and len(used) < self.policy.gradients:
                 continue
+            if working and waits_for_more and self.policy.has_grace:
+                self.in_grace = True
+                continue
+            self.in_grace = False
             self.pending = [gradient for gradient in self.pending if gradient.optimizer != optimizer]
             self.version += 1
             used.sort(key=lambda gradient: (gradient.rank, gradient.step))
             weights, lr_factor = self.staleness_lr.of([self.version - 1 - gradient.version for gradient in used])
+            if self.policy.by_steps:
+                counts = zip(weights, used, strict=True)
+                weights, _ = weights_and_factor([weight * gradient.num_steps for weight, gradient in counts])
             decisions.append(Decision(update=Update(self.version, tuple(used), weights, lr_factor)))
         return decisions
 

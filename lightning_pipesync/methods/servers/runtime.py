@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.held_weights import HeldWeights
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.loads import hook_loading
 from lightning_pipesync.methods.method import parameters_of
@@ -22,7 +22,7 @@ from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, 
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
-from lightning_pipesync.methods.servers.learners import LEARNERS, Learner
+from lightning_pipesync.methods.servers.learners import LEARNERS, DiLoCoLearner, Learner
 from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
 from lightning_pipesync.methods.servers.policies import Sequencer
@@ -89,7 +89,9 @@ class ParameterServer(SyncMethod):
         self._buckets = shared_buckets(parameters, roles.num_servers, config)
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
-        self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
+        self._outer = config.outer_optimizer(self.optimizers[0]) if kind is DiLoCoLearner else None
+        outer = {} if self._outer is None else {"outer": self._outer}
+        self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config, **outer)
         self._loaded = False
         self._hooks = hook_loading(self._after_loading, self._module.modules(), self.optimizers)
         self._hooks += self._learner.hook(self._module, parameters, lambda: self.syncing)
@@ -99,11 +101,12 @@ class ParameterServer(SyncMethod):
         """Starts this rank's server, if it has one, and the coordinator, which is used on ``roles.coordinators``."""
         transport, config, router, roles = self.transport, self.config, self._router, self._roles
         num_servers, policy = roles.num_servers, roles.policy
+        optimizers = [self._outer] if self._outer is not None else self.optimizers
         shards = [
-            ServedShard(bucket, transport.rank, self.optimizers[bucket.group[0]], config, num_servers)
+            ServedShard(bucket, transport.rank, optimizers[bucket.group[0]], config, num_servers)
             for bucket in (self._buckets if transport.rank < num_servers else ())
         ]
-        served = () if self._learner.keeps_replica else self.optimizers
+        served = () if self._learner.keeps_replica else optimizers
         ask = router.states_of if roles.survives_loss else None
         self._states = ServedOptimizers(served, self._buckets, shards, num_servers, transport, ask)
         self._server: Server | None = None
@@ -116,7 +119,9 @@ class ParameterServer(SyncMethod):
         reporting = num_servers - 1 if roles.survives_loss else 0
         if config.independent_shards:  # each server is its own coordinator
             followers, reporting = everyone[transport.rank : transport.rank + 1], 0
-        self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config.keep_log, reporting)
+        self._coordinator = Coordinator(
+            sequencer, router.send, roles.learners, followers, config.keep_log, reporting, config.grace_s
+        )
         router.start(self._coordinator, self._server, self._states.kept)
 
     def prepare_train_loader(
@@ -177,7 +182,8 @@ class ParameterServer(SyncMethod):
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Makes the servers clip the mean gradient of the next update by its L2 norm.
 
-        With ``policy="downpour"`` or ``"easgd"``, and with ``independent_shards``, this rank's gradient is clipped.
+        With ``policy="downpour"``, ``"easgd"`` or ``"diloco"``, and with ``independent_shards``, this rank's gradient
+        is clipped.
 
         Returns:
             The norm of this rank's gradient, 0-dim; no rank has the mean.
@@ -215,7 +221,7 @@ class ParameterServer(SyncMethod):
 
     @property
     def same_optimizer_states(self) -> bool:
-        return not self._learner_type.keeps_replica
+        return not self._learner_type.owns_optimizer
 
     def follow(self, module: nn.Module) -> None:
         """Makes ``module``, a running average of the weights that this rank gets, the first learner's at a flush.
@@ -294,23 +300,27 @@ class ParameterServer(SyncMethod):
             RuntimeError: a server is lost.
         """
         index = self._index(optimizer)
-        if self._loaded or self._learner.keeps_replica:
+        if self._loaded or self._learner.owns_optimizer:
             return self.optimizers[index].state_dict()
         return self._states.state_dict_of(index)
 
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizer, which :meth:`detach` would drop; as :meth:`optimizer_state_dict`."""
-        if not self._loaded:
+        if not (self._loaded or self._learner.owns_optimizer):
             self._states.restore_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters and residuals of this rank, after :meth:`flush`; with EASGD, its replica, too."""
-        return {**self._learner.state_dict(), "coordinator": self._coordinator.state_dict()}
+        """Returns the counters and residuals of this rank, after :meth:`flush`; with EASGD, its replica, too.
+
+        With DiLoCo also the state of the outer optimizer, by a call as :meth:`optimizer_state_dict`.
+        """
+        outer = {} if self._outer is None or self._loaded else {"outer": self._states.state_dict_of(0)}
+        return {**self._learner.state_dict(), **outer, "coordinator": self._coordinator.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded.
 
-        A collective call with ``policy="easgd"``.
+        A collective call with ``policy="easgd"`` and ``"diloco"``.
         """
         self._learner.load_state_dict(state)
         versions = self._learner.versions
@@ -321,12 +331,15 @@ class ParameterServer(SyncMethod):
         if self._server is not None:
             self._server.version = version
         self._loaded = True
-        if self._learner.keeps_replica:
-            self._reload()  # the next gradient is of the replica
+        if self._outer is not None and "outer" in state:
+            load_optimizer_state(self._outer, state["outer"])
+        if self._learner.owns_optimizer:
+            self._reload()  # what it pushes next is of weights that it has
 
     def _detach(self, timeout_s: float) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._coordinator.close()
         if self._server is not None:
             self._server.close(timeout_s)
         self._router.close(timeout_s)
@@ -358,7 +371,7 @@ class ParameterServer(SyncMethod):
                     f"policy={self.config.policy!r} takes the steps of one optimizer, and there are "
                     f"{len(self.optimizers)}: choose another policy."
                 )
-            for optimizer in () if kind.keeps_replica else self.optimizers:
+            for optimizer in () if kind.owns_optimizer else self.optimizers:
                 self.config.check_optimizer(optimizer, num_servers)
         except ValueError as error:
             return error

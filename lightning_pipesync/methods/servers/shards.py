@@ -53,6 +53,12 @@ class SharedBucket:
         """Copies the parameters into the buffer of the gradients."""
         self._gradients.pack(self._tensors)
 
+    @torch.no_grad()
+    def pack_movement(self) -> None:
+        """Copies the received weights minus the parameters into the buffer of the gradients."""
+        self.pack_values()
+        self.packed.neg_().add_(self._values.flat)
+
     def clear_gradients(self) -> None:
         for tensor in self._tensors:
             tensor.grad = None
