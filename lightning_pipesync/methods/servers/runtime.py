@@ -22,7 +22,8 @@ from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, 
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
-from lightning_pipesync.methods.servers.learners import LEARNERS, DiLoCoLearner, Learner
+from lightning_pipesync.methods.servers.learners import Learner
+from lightning_pipesync.methods.servers.local_learners import LEARNERS, DiLoCoLearner
 from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
 from lightning_pipesync.methods.servers.policies import Sequencer
