@@ -31,6 +31,25 @@ def through(codec: Codec, values: Tensor, dropped: Tensor | None) -> Tensor:
 def all_reduce(
     gradients: Sequence[Tensor], codec: Codec, dropped: list[list[Tensor]] | None, columns: int = 1
 ) -> Tensor:
+    """The mean of a flat gradient by rank, compressed once by each host; arguments as of :func:`two_halves`.
+
+    If the codec's wires are gathered, all decode what each host has compressed; otherwise each shard of the mean is
+    compressed once more, by its owner.
+    """
+    if not codec.gathered:
+        return two_halves(gradients, codec, dropped, columns)
+    hosts = means_of_hosts(gradients, columns)
+    kept: Sequence[Tensor | None] = [None] * len(hosts) if dropped is None else dropped[0]
+    decoded = []
+    for column in range(columns):  # a rank of each host, which has summed this part of the gradient
+        parts = [[None if flat is None else shard_of(flat, column, columns) for flat in one] for one in (hosts, kept)]
+        decoded.append(mean([through(codec, *part) for part in zip(*parts, strict=True)]))
+    return torch.cat(decoded)
+
+
+def two_halves(
+    gradients: Sequence[Tensor], codec: Codec, dropped: list[list[Tensor]] | None, columns: int = 1
+) -> Tensor:
     """The mean of a flat gradient by rank: compressed once by each host, and each shard of the mean once by its owner.
 
     ``dropped``: what each host's codec dropped of its gradient, then what each owner's dropped of its shard, in the
@@ -42,11 +61,15 @@ def all_reduce(
     )
 
 
+def means_of_hosts(gradients: Sequence[Tensor], columns: int) -> list[Tensor]:
+    return [mean(gradients[first : first + columns]) for first in range(0, len(gradients), columns)]
+
+
 def reduce_scatter(
     gradients: Sequence[Tensor], codec: Codec, dropped: list[Tensor] | None, columns: int = 1
 ) -> list[Tensor]:
-    """The shards of :func:`all_reduce` before their owners compress them."""
-    hosts = [mean(gradients[first : first + columns]) for first in range(0, len(gradients), columns)]
+    """The shards of :func:`two_halves` before their owners compress them."""
+    hosts = means_of_hosts(gradients, columns)
     shards = []
     for column in range(columns):  # a rank of each host, which has summed this part of the gradient
         for owner in range(len(hosts)):

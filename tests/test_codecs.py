@@ -130,6 +130,7 @@ def check_what_matters(name: str, numel: int, dtype: torch.dtype) -> None:
         (Int4(), 257, torch.float32, 8 + 129),
         (ChunkedTopK(), 8192, torch.float32, 2 * (8 + 96 + 16)),
         (ChunkedTopK(), 5, torch.float32, 8 + 96 + 16),
+        (ChunkedTopK(k=16), 4097, torch.float32, 2 * (8 + 24 + 4)),
         (TopK(), 1, torch.float32, 8),
         (TopK(), 101, torch.float32, 16),
         (TopK(ratio=0.25), 1000, torch.float16, 2000),

@@ -70,15 +70,20 @@ def interrupted(case: str, codec: str, resumes: bool) -> tuple[dict[str, Tensor]
     return state(run.model), run.end()
 
 
+def cases_of(codec: str) -> list[str]:
+    """Returns the cases that a codec does not refuse, as it has residuals in place of an outer momentum."""
+    return [case for case in {**CASES, **OVERLAPPED} if "DiLoCo" not in case or codec != "chunked_topk"]
+
+
 def resume_each(codec: str) -> dict[str, list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
-    return {case: [interrupted(case, codec, resumes) for resumes in (False, True)] for case in {**CASES, **OVERLAPPED}}
+    return {case: [interrupted(case, codec, resumes) for resumes in (False, True)] for case in cases_of(codec)}
 
 
 @pytest.mark.parametrize("codec", PACKED)
 def test_a_resumed_run_has_what_the_codec_dropped(codec: str) -> None:
     """Bit for bit, of each method, on three ranks, of which the last has less."""
     outcomes = on_ranks(resume_each, 3, codec)
-    for case in {**CASES, **OVERLAPPED}:
+    for case in cases_of(codec):
         for rank, outcome in enumerate(outcomes):
             (own, consolidated), (resumed, of_resumed) = outcome[case]
             assert_same(resumed, own, f"{case}, rank {rank}")

@@ -81,6 +81,7 @@ def test_follows_the_reference(optimizer: str, settings: dict[str, Any], resumed
     [
         {"period": 3, "compression": "int8", "outer_optimizer": "nesterov"},
         {"period": 4, "compression": "int4", "fragments": 2, "overlap_steps": 2},
+        {"period": 3, "compression": "chunked_topk", "outer_optimizer": "sgd", "outer_lr": 0.8},
         {"period": "selsync", "delta": 0.2},
         {"period": 3, "average_optimizer_states": True, "lr_scale": "auto"},
     ],

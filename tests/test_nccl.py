@@ -65,7 +65,8 @@ def exchange_all_kinds(
                 own = one.reduce_scatter(tensor, codec, mean, residuals)()
                 assert own.data_ptr() == shard_of(tensor, rank, world_size).data_ptr() or not own.numel()
                 one.all_gather(tensor, codec, residuals)()
-                one.all_reduce(tensor, codec, mean, residuals, lambda own: own.add_(rank))()
+                hook = None if codec.gathered else lambda own: own.add_(rank)
+                one.all_reduce(tensor, codec, mean, residuals, hook)()
                 if codec.lossless:
                     shard_of(tensor, rank, world_size).add_(1)
                     one.all_gather(tensor, codec, None, slice(1, 300))()

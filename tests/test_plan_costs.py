@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipesync.core.cluster import BackendCost, Cluster, MeasuredCost
+from lightning_pipesync.core.cluster import BackendCost, Cluster, MeasuredCost, compression_of
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
@@ -72,6 +72,25 @@ def test_a_cost_is_as_measured_among_as_many_ranks() -> None:
     assert cost.all_reduce(2**18, 4) == fitted.all_reduce(2**18, 4), "among other ranks it is the line"
     slower = replace(cost, beta=2 * cost.beta)
     assert slower.all_reduce(2**22, 8) == pytest.approx(2 * seconds[-1], rel=0.05)
+
+
+def test_wires_that_are_gathered_grow_with_the_number_of_ranks() -> None:
+    """P - 1 times all that is encoded, where others send 2 (P - 1) / P of it."""
+    ratio = 16384 / 120
+    assert compression_of("chunked_topk", 2) == pytest.approx(ratio)
+    assert compression_of("chunked_topk", 8) == pytest.approx(ratio / 4)
+    assert compression_of("int8", 8) == compression_of("int8", 2)
+    size, bandwidth, at_4 = 2**30, 1e8, compression_of("chunked_topk", 4)
+    links = {"chunked_topk": LinkCost(0.0, 1 / at_4 / bandwidth), "none": LinkCost(0.0, 1 / bandwidth)}
+    at = Cluster(4, bandwidth, BackendCost(0.0, 1 / bandwidth), links["none"], links)
+    for hosts in (4, 16):
+        cluster = at.with_hosts(hosts)
+        seconds = (hosts - 1) * size / ratio / bandwidth
+        assert cluster.all_reduces["chunked_topk"].all_reduce(size, hosts) == pytest.approx(seconds)
+        assert cluster.seconds_on_wire(size, "chunked_topk") == pytest.approx(seconds)
+        assert cluster.all_reduces["none"] == links["none"]
+        half = cluster.with_bandwidth(bandwidth / 2).all_reduces["chunked_topk"]
+        assert half.all_reduce(size, hosts) == pytest.approx(2 * seconds)
 
 
 def test_half_an_all_reduce() -> None:

@@ -24,12 +24,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FedAvg": {},
     "DiLoCo": {"outer_optimizer": "nesterov"},
     "int4": {"outer_optimizer": "nesterov", "compression": "int4"},
+    "SparseLoCo": {"outer_optimizer": "sgd", "outer_lr": 0.8, "compression": "chunked_topk"},
     "EASGD": {"outer_optimizer": "elastic"},
     "streaming": {"outer_optimizer": "nesterov", "overlap_steps": 1, "fragments": 2},
     "a share": {"participation": 0.5},
     "states": {"average_optimizer_states": True},
 }
 
+
+#: Where the agreed weights are the average that a flush takes then.
+FLUSHED = ("FedAvg", "DiLoCo", "int4", "SparseLoCo", "states")
 
 #: A replica's own weights, the agreed ones after a round, those at the end, and its data.
 Outcome = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], list[int]]
@@ -70,7 +74,7 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
         assert_same(one[2], other[2], name)
         assert one[3] == other[3]
     assert_same(of_jobs[0][1], of_jobs[1][1], name)
-    if name in ("FedAvg", "DiLoCo", "int4", "states"):  # the agreed weights are the average that the flush takes then
+    if name in FLUSHED:
         assert_same(of_jobs[0][1], of_ranks[0][1], name)
 
 

@@ -21,7 +21,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_raised, call_on_hosts, on_ranks, raised
 from tests.models import Run, assert_same
-from tests.reference_pipe_sgd import all_reduce
+from tests.reference_pipe_sgd import all_reduce, two_halves
 from tests.test_nccl import CPU, nccl_on_the_host
 
 RANKS, COLUMNS, ROUNDS = 4, 2, 3
@@ -77,7 +77,8 @@ def test_hosts_exchange_their_sums_once_encoded(codec: str, with_feedback: bool,
         dropped = [[flat.clone() for _ in range(HOSTS)], shards] if with_feedback else None
         for round_ in range(ROUNDS):
             of_ranks = [values(numel, rank, round_) for rank in range(RANKS)]
-            expected = all_reduce(of_ranks, get_codec(codec), dropped, COLUMNS)
+            average = all_reduce if round_ % 2 else two_halves
+            expected = average(of_ranks, get_codec(codec), dropped, COLUMNS)
             for outcome in outcomes:
                 assert torch.equal(outcome[numel][0][round_], expected), f"{numel} values, round {round_}"
         if dropped is not None:
@@ -163,6 +164,17 @@ def test_bytes_that_leave_a_host(topology: str, codec: str, to_other_hosts: int)
     shard = get_codec(codec).wire_bytes(2**14 // RANKS, torch.float32)
     for sent, leaving, counted in on_ranks(call_on_hosts, RANKS, COLUMNS, bytes_sent, topology, codec):
         assert leaving == 2 * to_other_hosts * shard
+        assert counted == sent
+
+
+@pytest.mark.parametrize(
+    ("topology", "leaving", "messages"), [("flat", 2, 1), ("torus2d", HOSTS - 1, COLUMNS), ("tree", None, 2)]
+)
+def test_bytes_of_gathered_wires(topology: str, leaving: int | None, messages: int) -> None:
+    """Each rank sends all that it encodes to each rank of the other host, or its part to the same one; as counted."""
+    wire = get_codec("chunked_topk").wire_bytes(2**14 // messages, torch.float32)
+    for sent, left, counted in on_ranks(call_on_hosts, RANKS, COLUMNS, bytes_sent, topology, "chunked_topk"):
+        assert leaving is None or left == leaving * wire
         assert counted == sent
 
 

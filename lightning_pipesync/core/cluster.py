@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import torch
 
-from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.cost import LinkCost
 
 
@@ -136,7 +136,7 @@ class Cluster:
 
     def seconds_on_wire(self, num_bytes: float, codec: str) -> float:
         """Returns the least seconds of an all-reduce: what its encoded bytes take at the bandwidth."""
-        return 2 * (self.world_size - 1) / self.world_size * num_bytes / compression_of(codec) / self.bandwidth
+        return 2 * (self.world_size - 1) / self.world_size * num_bytes / self._compression(codec) / self.bandwidth
 
     @property
     def host_bandwidth(self) -> float:
@@ -144,7 +144,13 @@ class Cluster:
         return self.ranks_per_replica * self.bandwidth
 
     def with_hosts(self, number: int) -> Cluster:
-        return self if number == self.world_size else replace(self, world_size=number, torus=None, tree=None)
+        if number == self.world_size:
+            return self
+
+        def changed(link: L, codec: str) -> L:
+            return replace(link, beta=link.beta * (self._compression(codec) / compression_of(codec, number)))
+
+        return replace(self._with_links(changed), world_size=number, torus=None, tree=None)
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """Returns the same hosts with other links, in bytes per second; what the processors do takes as long.
@@ -154,7 +160,7 @@ class Cluster:
         bandwidth /= self.ranks_per_replica
 
         def changed(link: L, codec: str) -> L:
-            compression = compression_of(codec)
+            compression = self._compression(codec)
             before, after = 1 / (compression * self.bandwidth), 1 / (compression * bandwidth)
             processing = max(0.0, link.beta - before)
             return replace(link, beta=processing + min(link.beta, before) / before * after)
@@ -175,6 +181,9 @@ class Cluster:
 
         return self._with_links(changed)
 
+    def _compression(self, codec: str) -> float:
+        return compression_of(codec, self.world_size)
+
     def _with_links(self, change: Change) -> Cluster:
         """Returns the cluster with other costs; ``change`` is called with each one and its codec."""
 
@@ -193,10 +202,14 @@ class Cluster:
 
 
 @cache
-def compression_of(codec: str) -> float:
-    """Returns the ratio of the size of fp32 values to their size on the wire, of many values."""
-    numel = 2**20
-    return 4 * numel / get_codec(codec).wire_bytes(numel, torch.float32)
+def compression_of(codec: str | Codec, world_size: int) -> float:
+    """Returns the ratio of the bytes of an all-reduce of fp32 values to those with a codec, of many values.
+
+    Of P ranks each sends 2 (P - 1) / P of the values, or, if the codec's wires are gathered, P - 1 times all of them.
+    """
+    numel, codec = 2**20, get_codec(codec)
+    ratio = 4 * numel / codec.wire_bytes(numel, torch.float32)
+    return ratio * 2 / world_size if codec.gathered else ratio
 
 
 def _finite(error: float) -> float:

@@ -18,13 +18,14 @@ class ErrorFeedback:
     """The residuals of a flat buffer that is exchanged repeatedly with a lossy codec.
 
     A lossy all-reduce compresses twice: each rank compresses its values before the reduce-scatter, and the owner of a
-    shard the reduced shard before the all-gather. Each compression has its own residual.
+    shard the reduced shard before the all-gather. Each compression has its own residual. It compresses once if all
+    ranks gather what each has encoded (:attr:`Codec.gathered`).
 
     Attributes:
         contribution: residual of this rank's values, shape ``[numel]``. On a torus it is zero outside of the slice that
             this rank sums for its row.
         shard: residual of the reduced shard that this rank owns, shape ``[ceil(numel / world_size)]``; None if only
-            the reduce-scatter compresses.
+            this rank's values are compressed.
     """
 
     def __init__(self, flat: Tensor, world_size: int, gathered: bool = True) -> None:
@@ -41,6 +42,12 @@ class ErrorFeedback:
         if self.shard is not None:
             view.shard = self.shard[: shard_numel(view.contribution.numel(), num_shards)]
         return view
+
+    def decay(self, factor: float) -> None:
+        """Multiplies the residuals, before the next values are added: SparseLoCo's beta; 1: nothing is forgotten."""
+        for residual in (self.contribution, self.shard):
+            if residual is not None and factor != 1:
+                residual.mul_(factor)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {"contribution": self.contribution}

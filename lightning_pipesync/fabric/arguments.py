@@ -93,6 +93,7 @@ class LocalSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         average_optimizer_states: bool = False,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        residual_decay: float | Literal["auto"] = "auto",
         topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
         torus_columns: int | None = None,
         partition: Literal["seldp", "defdp"] = "defdp",

@@ -241,6 +241,9 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         compression: Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes the
             difference to the global weights.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
+        residual_decay: With ``error_feedback``: the factor on an error before the next values are added to it, in (0,
+            1] (beta of SparseLoCo, where it stands for the outer momentum). ``auto``: 0.95 for ``chunked_topk``, as in
+            SparseLoCo; 1 for others, which forgets nothing.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
             rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
             and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
@@ -304,6 +307,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         average_optimizer_states: bool = False,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        residual_decay: float | Literal["auto"] = "auto",
         topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
         torus_columns: int | None = None,
         partition: Literal["seldp", "defdp"] = "defdp",

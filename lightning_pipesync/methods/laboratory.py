@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.work import MethodWork, Work
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class BenchCandidate:
     name: str  # in tables
     config: Any
     limit: str = "compute"  # the property of StepCost that bounds the time of its step from below
-    compression: float = 1.0  # the ratio of the size of the gradient to its size on the wire
+    codec: str | Codec = "none"  # of its all-reduces, which shorten its limit
     segments: int | None = None  # of an all-reduce that runs under the next step; None: there is none
     period: int = 1  # the number of steps after which what a step does repeats: whole periods are measured
     warmup_steps: int = 1  # until the operations in flight are those of the steady state

@@ -38,4 +38,10 @@ PRESETS: dict[str, Preset] = {
         {**_DILOCO, "period": 100, "outer_lr": 0.4, "fragments": 8, "overlap_steps": 1, "mixing_factor": 0.5}
         | {"compression": "int4"},
     ),
+    "sparseloco": Preset(
+        "local_sgd",
+        "Sends 64 of 4096 values of what the ranks have moved, in 2 bits each (Sarfi et al., arXiv 2508.15706).",
+        {**_INNER, "period": 30, "outer_optimizer": "sgd", "outer_lr": 1.0, "compression": "chunked_topk"}
+        | {"residual_decay": 0.95},
+    ),
 }

@@ -199,6 +199,8 @@ def _draw_local_sgd(random: Random) -> Settings:
         )
     if settings.keys() & {"participation", "neighbors"}:
         settings["compression"] = "none"
+    if settings["compression"] == "chunked_topk" and "outer_optimizer" in settings:
+        settings["compression"] = "topk"
     return _with_topology(settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,18 +16,29 @@ from lightning_pipesync.core.codecs.codec import Codec
 BLOCK = 64
 
 
+@dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """The 64 values of largest magnitude of each chunk of 4096, with 2 bits each; all others are zero (SparseLoCo).
+    """The k values of largest magnitude of each chunk of 4096, with 2 bits each; all others are zero (SparseLoCo).
 
-    Wire: for each chunk two levels in fp32; then the 64 indices in its 4096 values, of 12 bits; then the 64 values,
-    each a sign and which of the levels. The levels are the mean magnitudes of the kept values that are at least as
-    large as their mean, and of the smaller ones. That is 120 bytes for 4096 values, 1/136 of fp32; a last short chunk
-    takes as many. Use it with error feedback. A NaN or an infinity makes one of the levels of its chunk such a value.
+    Wire: for each chunk two levels in fp32; then the k indices in its 4096 values, of 12 bits; then the k values, each
+    a sign and which of the levels. The levels are the mean magnitudes of the kept values that are at least as large as
+    their mean, and of the smaller ones. That is 120 bytes for 4096 values, 1/136 of fp32, with k = 64; a last short
+    chunk takes as many. Use it with error feedback. A NaN or an infinity makes one of the levels of its chunk such a
+    value.
+
+    An all-reduce gathers what each rank has encoded (:attr:`Codec.gathered`): with P ranks, each sends its wire to
+    P - 1 others.
     """
 
-    name = "chunked_topk"
+    name: ClassVar[str] = "chunked_topk"
+    gathered: ClassVar[bool] = True
     CHUNK: ClassVar[int] = 4096  #: values of a chunk
-    KEPT: ClassVar[int] = 64  #: values of a chunk that are kept
+    k: int = 64
+    """Values of a chunk that are kept, a power of two from 4 to 4096."""
+
+    def __post_init__(self) -> None:
+        if self.k not in [2**bits for bits in range(2, 13)]:
+            raise ValueError(f"k={self.k!r} of compression='chunked_topk' must be a power of two from 4 to 4096.")
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         self._require_floating_point(dtype)
@@ -36,7 +48,7 @@ class ChunkedTopK(Codec):
         levels, indices, signs = self._split(wire, source.shape[-1])
         for block, values in self._blocks(source):
             values = values.to(torch.float32)
-            kept = values.abs().topk(self.KEPT, sorted=False).indices
+            kept = values.abs().topk(self.k, sorted=False).indices
             values = values.gather(-1, kept)
             magnitudes = values.abs().to(torch.float64)  # the sum of two numbers may be beyond the range of fp32
             high = magnitudes >= magnitudes.mean(-1, keepdim=True)
@@ -71,15 +83,15 @@ class ChunkedTopK(Codec):
 
     def sections(self, numel: int) -> list[int]:
         """Returns the bytes of levels, indices and signs."""
-        return [self._num_chunks(numel) * each for each in (8, self.KEPT * 3 // 2, self.KEPT // 4)]
+        return [self._num_chunks(numel) * each for each in (8, self.k * 3 // 2, self.k // 4)]
 
     def _split(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
         chunks = self._num_chunks(numel)
         levels, indices, signs = wire.split(self.sections(numel), dim=-1)
         return (
             levels.view(torch.float32).unflatten(-1, (chunks, 2)),
-            indices.unflatten(-1, (chunks, self.KEPT * 3 // 2)),
-            signs.unflatten(-1, (chunks, self.KEPT // 4)),
+            indices.unflatten(-1, (chunks, self.k * 3 // 2)),
+            signs.unflatten(-1, (chunks, self.k // 4)),
         )
 
     def _blocks(self, values: Tensor) -> Iterator[tuple[slice, Tensor]]:

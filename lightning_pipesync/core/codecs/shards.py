@@ -65,6 +65,22 @@ class Shards:
             total.div_(divisor)
         own.copy_(total[: own.numel()])
 
+    def sum_in_order(self, wires: Tensor, flat: Tensor, divisor: int) -> None:
+        """Overwrites values with the sum of all wires over ``divisor``, as :meth:`sum`, added one after the other.
+
+        Where every rank sums, not the owner of a shard alone, all devices must round alike, whatever their kind.
+        """
+        dtype = accumulation_dtype(self.dtype)
+        total = flat if flat.dtype == dtype else torch.empty_like(flat, dtype=dtype)
+        first, *others = self._used(wires)
+        self.codec.decode(first, total, self.dtype)
+        for wire in others:
+            self.codec.decode_add(wire, total, self.dtype)
+        if divisor > 1:
+            total.div_(divisor)
+        if total is not flat:
+            flat.copy_(total)
+
     def _used(self, wires: Tensor) -> Tensor:
         return wires[:, : self.wire_bytes]
 

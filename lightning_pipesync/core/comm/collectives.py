@@ -132,12 +132,22 @@ class Collectives:
     ) -> Handle[Tensor]:
         """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather.
 
+        A codec with :attr:`Codec.gathered` encodes once instead: all ranks get what each has encoded, and sum it in the
+        same order. On a torus the ranks of a column do. On a tree the sum is encoded, once, with any codec.
+
         Args:
-            shard_hook: changes this rank's slice of the sum, in place, before it is gathered; called on any thread.
+            shard_hook: changes this rank's slice of the sum, in place, before it is gathered; called on any thread. Not
+                with such a codec: there are no slices.
             background: whether a thread completes it while nobody waits.
         """
         codec = self._check(flat, codec, mean)
-        self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
+        if codec.gathered and shard_hook is not None:
+            raise ValueError(f"With {codec} no rank has a slice of the sum alone, which shard_hook could change.")
+        self._issue(
+            "all_reduce",
+            self._contribution_bytes(flat, codec, codec.gathered)
+            + self._gather_bytes(flat, codec, wires=codec.gathered),
+        )
         if self._alone and shard_hook is not None:
             shard_hook(flat)
         start = self._exchange_of(flat).all_reduce
@@ -245,6 +255,10 @@ class Collectives:
         """
         return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.topology.num_shards, gathered)
 
+    def encodes_sums(self, codec: Codec) -> bool:
+        """Whether :meth:`all_reduce` encodes sums, too, which have residuals of their own."""
+        return not codec.gathered or self.topology.sends_sums
+
     def own_contribution(self, numel: int) -> slice:
         """Returns the slice of a buffer of ``numel`` values that this rank encodes: on a torus that of its row."""
         return self.topology.encoded_slice(numel, self.rank)
@@ -301,14 +315,14 @@ class Collectives:
             raise RuntimeError("The transport is closed.")
         self.traffic.count(self._kind + kind, num_bytes)
 
-    def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
-        """Returns the bytes that this rank sends in a reduce-scatter."""
+    def _contribution_bytes(self, flat: Tensor, codec: Codec, wires: bool = False) -> int:
+        """Returns the bytes that this rank sends in a reduce-scatter; ``wires``: see :class:`Topology`."""
         wide = self.topology.sends_sums or (flat.is_cuda and self._nccl is not None and self._nccl.sums_wide)
         dtype = accumulation_dtype(flat.dtype) if wide else flat.dtype
-        return _bytes(self.topology.sent_to_reduce(flat.numel(), self.rank), codec, flat.dtype, dtype)
+        return _bytes(self.topology.sent_to_reduce(flat.numel(), self.rank, wires), codec, flat.dtype, dtype)
 
-    def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None) -> int:
-        sent = self.topology.sent_to_gather(flat.numel(), self.rank)
+    def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None, wires: bool = False) -> int:
+        sent = self.topology.sent_to_gather(flat.numel(), self.rank, wires)
         if part is not None:
             sent = [(len(range(*part.indices(numel))), encoded) for numel, encoded in sent]
         return _bytes(sent, codec, flat.dtype, flat.dtype)

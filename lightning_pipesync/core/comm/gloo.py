@@ -61,6 +61,9 @@ class GlooExchange:
         kind: the kind of messages.
     """
 
+    #: Whether an all-reduce gathers wires, if the codec asks for that.
+    gathers_wires = True
+
     def __init__(self, group: dist.ProcessGroup, watch: PeerWatch, kind: type[Messages] = Messages) -> None:
         self.group = group
         self._messages = kind(group, 0, watch)
@@ -107,7 +110,13 @@ class GlooExchange:
         feedback: ErrorFeedback | None,
         shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
-        """Runs both halves, with ``shard_hook`` on this rank's slice in between; returns a function that waits."""
+        """Runs both halves, with ``shard_hook`` on this rank's slice in between; returns a function that waits.
+
+        With a codec whose wires are gathered, there are no halves, and there must be no hook.
+        """
+        if codec.gathered and self.gathers_wires:
+            assert shard_hook is None
+            return self._in_order(self._start_sum_of_gathered(self._next_tag(), flat, codec, mean, feedback))
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
         gather_tag = self._next_tag()
 
@@ -239,9 +248,7 @@ class GlooExchange:
             total.add_(contributions[rank])
         return total
 
-    def _sum_wires(
-        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor
-    ) -> Tensor:
+    def _sum_wires(self, exchange: Arriving, contributions: dict[int, Tensor], codec: Codec, own: Tensor) -> Tensor:
         """Decodes and adds in rank order, into ``own`` if that has the dtype of a sum."""
         dtype = accumulation_dtype(own.dtype)
         total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
@@ -284,6 +291,27 @@ class GlooExchange:
             return flat
 
         return gather_and_decode
+
+    def _start_sum_of_gathered(
+        self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Sends all of ``flat``, encoded, to all ranks; each sums what all have sent, in the order of the ranks."""
+        wires = [self._pool.take(codec.wire_bytes(flat.numel(), flat.dtype)) for _ in range(self._world_size)]
+        encode_with_feedback(codec, flat, wires[self._rank], None if feedback is None else feedback.contribution)
+        exchange = self._gather_slices(tag, wires)
+
+        def gather_and_sum() -> Tensor:
+            if flat.numel():
+                total = self._sum_wires(exchange, dict(enumerate(wires)), codec, flat)
+                if mean:
+                    total.div_(self._world_size)
+                if total is not flat:
+                    flat.copy_(total)
+            exchange.finish()
+            self._pool.give(wires)
+            return flat
+
+        return gather_and_sum
 
     def _gather_slices(self, tag: int, slices: list[Tensor]) -> Arriving:
         if ring_is_faster(slices[0].nbytes, self._world_size):

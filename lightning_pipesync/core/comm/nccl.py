@@ -113,6 +113,9 @@ class NcclExchange:
         shard_hook: ShardHook | None = None,
     ) -> Callable[[], Tensor]:
         def both() -> Tensor:
+            if codec.gathered:
+                assert shard_hook is None
+                return self._sum_of_gathered(flat, codec, mean, feedback)
             if shard_hook is None and self._sums(flat, codec):
                 total = flat.to(accumulation_dtype(flat.dtype))
                 dist.all_reduce(total, group=self._group)
@@ -215,6 +218,15 @@ class NcclExchange:
         shards.encode(own, wire, None if feedback is None else feedback.shard)
         all_gather_single(wires.view(-1), wire.view(-1), self._group)
         shards.decode(wires, flat)
+        return flat
+
+    def _sum_of_gathered(self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None) -> Tensor:
+        shards = shards_of(codec, flat.numel(), flat)
+        wires = shards.wires(self._world_size)
+        wire = wires[self._rank : self._rank + 1]
+        shards.encode(flat, wire, None if feedback is None else feedback.contribution)
+        all_gather_single(wires.view(-1), wire.view(-1), self._group)
+        shards.sum_in_order(wires, flat, self._world_size if mean else 1)
         return flat
 
     def _gather_parts(self, flat: Tensor, part: slice) -> Tensor:

@@ -35,12 +35,15 @@ class Topology(ABC):
         """Returns the slice of ``numel`` values that ``rank`` encodes before they are reduced."""
 
     @abstractmethod
-    def sent_to_reduce(self, numel: int, rank: int) -> list[Sent]:
-        """Returns what ``rank`` sends in a reduce-scatter of ``numel`` values."""
+    def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
+        """Returns what ``rank`` sends in a reduce-scatter of ``numel`` values.
+
+        ``wires``: whether all ranks get what each has encoded, of which they compute all of the sum.
+        """
 
     @abstractmethod
-    def sent_to_gather(self, numel: int, rank: int) -> list[Sent]:
-        """Returns what ``rank`` sends in an all-gather of ``numel`` values."""
+    def sent_to_gather(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
+        """Returns what ``rank`` sends in an all-gather of ``numel`` values; ``wires``: if they were reduced so."""
 
 
 class Flat(Topology):
@@ -55,10 +58,14 @@ class Flat(Topology):
     def encoded_slice(self, numel: int, rank: int) -> slice:
         return slice(0, numel)
 
-    def sent_to_reduce(self, numel: int, rank: int) -> list[Sent]:
+    def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
+        if wires:
+            return [(numel, True)] * (self.world_size - 1)
         others = (self.shard_slice(numel, other) for other in range(self.world_size) if other != rank)
         return [(other.stop - other.start, True) for other in others]
 
-    def sent_to_gather(self, numel: int, rank: int) -> list[Sent]:
+    def sent_to_gather(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
+        if wires:
+            return []
         own = self.shard_slice(numel, rank)
         return [(own.stop - own.start, True)] * (self.world_size - 1)

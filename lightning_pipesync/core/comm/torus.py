@@ -88,14 +88,14 @@ class Torus(Topology):
     def encoded_slice(self, numel: int, rank: int) -> slice:
         return self.row_slice(numel, rank)
 
-    def sent_to_reduce(self, numel: int, rank: int) -> list[Sent]:
+    def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         row, column = divmod(rank, self.columns)
         in_row = [(size, False) for size, _ in Flat(self.columns).sent_to_reduce(numel, column)]
-        return in_row + Flat(self.rows).sent_to_reduce(self._numel_of_row(numel, rank), row)
+        return in_row + Flat(self.rows).sent_to_reduce(self._numel_of_row(numel, rank), row, wires)
 
-    def sent_to_gather(self, numel: int, rank: int) -> list[Sent]:
+    def sent_to_gather(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         row, size = rank // self.columns, self._numel_of_row(numel, rank)
-        return Flat(self.rows).sent_to_gather(size, row) + self.sent_to_gather_in_row(numel, rank)
+        return Flat(self.rows).sent_to_gather(size, row, wires) + self.sent_to_gather_in_row(numel, rank)
 
     def sent_to_gather_in_row(self, numel: int, rank: int) -> list[Sent]:
         return [(self._numel_of_row(numel, rank), False)] * (self.columns - 1)

@@ -104,10 +104,10 @@ class DoubleTree(Topology):
     def encoded_slice(self, numel: int, rank: int) -> slice:
         return slice(0, 0)
 
-    def sent_to_reduce(self, numel: int, rank: int) -> list[Sent]:
+    def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         return [(size, False) for size, tree in self._sizes(numel) if rank != tree.root]
 
-    def sent_to_gather(self, numel: int, rank: int) -> list[Sent]:
+    def sent_to_gather(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         return [(size, True) for size, tree in self._sizes(numel) for _ in tree.children[rank]]
 
     def _sizes(self, numel: int) -> list[tuple[int, Tree]]:
@@ -116,6 +116,8 @@ class DoubleTree(Topology):
 
 class TreeExchange(GlooExchange):
     """:class:`GlooExchange` on a double binary tree, see the notes above: reduce to two roots, broadcast from them."""
+
+    gathers_wires = False
 
     def __init__(
         self, topology: DoubleTree, group: dist.ProcessGroup, watch: PeerWatch, kind: type[Messages] = Messages

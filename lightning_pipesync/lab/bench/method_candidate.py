@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipesync.core.cluster import compression_of
 from lightning_pipesync.lab.bench.candidate import Candidate, Trainable, sgd
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
@@ -29,10 +30,11 @@ class MethodCandidate(Trainable):
 
     def __init__(self, model: BenchModel, method: Callable[..., Any], declared: BenchCandidate) -> None:
         super().__init__(declared.name, model, model.module)
-        self.declared, self.limit, self.compression = declared, declared.limit, declared.compression
+        self.declared, self.limit = declared, declared.limit
         self.segments, self.period = declared.segments, declared.period
         self.sync = method(model.module, self.optimizer, declared.config)
         self.transport = self.sync.transport
+        self.compression = compression_of(declared.codec, self.transport.world_size)
         self._check_of_pass = declared.check_of_pass(self.sync)
         for group in self.optimizer.param_groups:
             group["lr"] *= declared.lr_scale

@@ -51,8 +51,13 @@ class GradientBucket:
     def num_gradients(self) -> int:
         return sum(parameter.requires_grad for parameter in self.parameters)
 
-    def use_error_feedback(self, gathered: bool = True) -> None:
-        """Adds the error of a lossy codec to what is sent next; ``gathered`` as of :meth:`Collectives.feedback`."""
+    def use_error_feedback(self, gathered: bool | None = None) -> None:
+        """Adds the error of a lossy codec to what is sent next.
+
+        ``gathered``: as of :meth:`Collectives.feedback`; None: as :meth:`Collectives.all_reduce` needs it.
+        """
+        if gathered is None:
+            gathered = self._collectives.encodes_sums(self._codec)
         self.feedback = [self._collectives.feedback(piece, gathered) for piece in self.pieces]
 
     def reduce(self, queue: CommQueue, requires: Queued[Any] | None = None) -> None:

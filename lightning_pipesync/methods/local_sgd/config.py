@@ -24,6 +24,8 @@ OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 OUTER_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.001}
 #: ``outer_momentum="auto"``.
 OUTER_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9}
+#: ``residual_decay="auto"`` of sparse codecs.
+SPARSELOCO_DECAY = 0.95
 
 
 @renamed({"own_share": "mixing_factor", "replicas_per_group": "ranks_per_replica"})
@@ -113,6 +115,11 @@ class LocalSGDConfig(ReplicaSettings):
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
+    residual_decay: float | Literal["auto"] = "auto"
+    """With ``error_feedback``: the factor on an error before the next values are added to it, in (0, 1] (beta of
+    SparseLoCo, where it stands for the outer momentum). ``auto``: 0.95 for ``chunked_topk``, as in SparseLoCo; 1 for
+    others, which forgets nothing."""
+
     topology: Topology = "auto"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
     hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
@@ -170,6 +177,8 @@ class LocalSGDConfig(ReplicaSettings):
         self._check("outer_lr", lr == "auto" or 0 < lr < math.inf, "'auto' or a positive number")
         self._check("outer_momentum", momentum == "auto" or 0 <= momentum < 1, "'auto' or in [0, 1)")
         self._check("elastic_force", force == "auto" or 0 < force < 1, "'auto' or in (0, 1)")
+        decay = self.residual_decay
+        self._check("residual_decay", decay == "auto" or 0 < decay <= 1, "'auto' or in (0, 1]")
         if self.outer_optimizer == "elastic" and self.participation < 1:
             raise ValueError(
                 f"outer_optimizer='elastic' attracts all replicas: set participation=1, not {self.participation!r}."
@@ -180,6 +189,21 @@ class LocalSGDConfig(ReplicaSettings):
                 "needs all of them at each step: set a period in steps or epochs."
             )
         self._check_neighbors()
+        self._check_gathered()
+
+    def _check_gathered(self) -> None:
+        """Raises a ValueError if a codec whose wires are gathered is set beside another momentum than its own."""
+        if not get_codec(self.compression).gathered:
+            return
+        kind, why = self.outer_optimizer, "is another momentum"
+        refused = {
+            "outer_optimizer": (kind not in ("none", "sgd"), "sgd", why),
+            "outer_momentum": (kind == "sgd" and self.outer_momentum not in ("auto", 0), 0.0, why),
+        }
+        reason = (
+            f"compression={str(self.compression)!r} has residuals, which decay by residual_decay, as outer momentum"
+        )
+        self._refuse(reason, "compression='int4'", refused)
 
     def _check_neighbors(self) -> None:
         """Raises a ValueError if replicas average with neighbors, and a setting needs the average of all."""
@@ -202,6 +226,12 @@ class LocalSGDConfig(ReplicaSettings):
         if self.outer_optimizer != "elastic":
             return 0.0
         return force_of(self.elastic_force, num_replicas)
+
+    @property
+    def decay_of_residuals(self) -> float:
+        if self.residual_decay == "auto":
+            return SPARSELOCO_DECAY if get_codec(self.compression).gathered else 1.0
+        return self.residual_decay
 
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
         kind = self.outer_optimizer
@@ -229,6 +259,8 @@ class LocalSGDConfig(ReplicaSettings):
             ignored["outer_lr"] = f"with outer_optimizer={kind!r}: set 'sgd', 'nesterov' or 'adam'"
         if kind not in OUTER_MOMENTUM:
             ignored["outer_momentum"] = f"with outer_optimizer={kind!r}: set 'sgd' or 'nesterov'"
+        if not self.uses_error_feedback:
+            ignored["residual_decay"] = "without a lossy codec and error_feedback=True: set both, or leave it out"
         if kind != "elastic":
             ignored["elastic_force"] = f"with outer_optimizer={kind!r}: set 'elastic'"
         if not self.overlap_steps:

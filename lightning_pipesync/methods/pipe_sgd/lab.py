@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.clock import Clock
-from lightning_pipesync.core.cluster import Cluster, compression_of
+from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import MethodWork, Work
@@ -45,7 +45,7 @@ class PipeSGDLab(LabEntry):
             label,
             config,
             limit="under_next_step",
-            compression=compression_of(str(config.compression)),
+            codec=config.compression,
             segments=config.segments if config.pipeline_level == 2 else 1,
             warmup_steps=2,  # the gradient of the first may have started within its backward pass
         )

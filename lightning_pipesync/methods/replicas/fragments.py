@@ -75,6 +75,7 @@ class Fragments:
             keeps_global_weights=config.undoes_averages,
             neighbors=config.neighbors,
             at_server=config.average == "server",
+            residual_decay=config.decay_of_residuals,
         )
         self._pending: dict[int, PendingAverage] = {}
 

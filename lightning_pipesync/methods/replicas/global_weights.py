@@ -22,7 +22,7 @@ MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 class OuterStep:
-    """Updates this rank's shards of the global weights by an element-wise optimizer, which ``make`` returns.
+    """Updates global weights, or this rank's shards of them, by an element-wise optimizer, which ``make`` returns.
 
     The outer gradient is the global weights minus the average of the replicas (DiLoCo, arXiv 2311.08105, Algorithm 1,
     lines 12 to 14), so that SGD with a learning rate of 1 sets the global weights to that average.
@@ -71,6 +71,12 @@ class GlobalWeights:
 
     Lossy codecs encode the difference to them, never the weights themselves, and the outer step needs the same
     difference. Without either, the average itself is enough: then ``flats``, the fused values, may be empty.
+
+    Each rank takes the outer step on its shard of the average, before it is gathered. If the codec's wires are gathered
+    (:attr:`Codec.gathered`), each rank has all of the average, and takes all of the step.
+
+    Args:
+        residual_decay: the factor on the residuals of a codec before the next differences are added.
     """
 
     def __init__(
@@ -80,18 +86,22 @@ class GlobalWeights:
         codec: Codec,
         error_feedback: bool,
         outer: MakeOptimizer | None,
+        residual_decay: float = 1.0,
     ) -> None:
         self.flats = [torch.zeros_like(flat) for flat in buckets]
         self._replicas, self._codec = replicas, codec
         self._sends_differences = outer is not None or not codec.lossless
-        self._feedback = [replicas.feedback(flat) for flat in buckets] if error_feedback else []
+        sums = replicas.encodes_sums(codec)
+        self._feedback = [replicas.feedback(flat, gathered=sums) for flat in buckets] if error_feedback else []
+        self._residual_decay = residual_decay
         self._stepped: dict[int, _Before] = {}  # of averages under way
-        self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
+        own = self.flats if codec.gathered else [replicas.shard(flat) for flat in self.flats]
+        self._outer = OuterStep(own, outer) if outer else None
 
     @property
     def has_outer_step(self) -> bool:
         """Whether each rank has the outer state of its shards."""
-        return self._outer is not None
+        return self._outer is not None and not self._codec.gathered
 
     def subtract_from(self, index: int, flat: Tensor) -> None:
         """Replaces values of a bucket by the difference to the global ones."""
@@ -99,11 +109,16 @@ class GlobalWeights:
             flat.sub_(self.flats[index])
 
     def feedback(self, index: int) -> ErrorFeedback | None:
-        """Returns the residuals of a bucket's codec."""
-        return self._feedback[index] if self._feedback else None
+        """Returns the residuals of a bucket's codec for the next average, which they have decayed for."""
+        if not self._feedback:
+            return None
+        self._feedback[index].decay(self._residual_decay)
+        return self._feedback[index]
 
     def shard_hook(self, index: int, count: int | None) -> Callable[[Tensor], object] | None:
         """Returns what changes this rank's shard of a bucket's average, or of a sum that ``count`` divides."""
+        if self._codec.gathered:
+            return None
         return partial(self._outer_step, index, count) if self._outer or count else None
 
     @torch.no_grad()
@@ -112,6 +127,8 @@ class GlobalWeights:
         self._stepped.pop(index, None)
         if self.flats and self._codec.lossless:
             self.flats[index].copy_(flat)
+        elif self.flats and self._outer and self._codec.gathered:
+            flat.copy_(self._outer.step(index, flat))
         elif self.flats:
             flat.copy_(self.flats[index].add_(flat))
 

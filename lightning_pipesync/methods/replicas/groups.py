@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
@@ -58,9 +59,13 @@ class ReplicaGroups:
         """Returns this rank's slice of ``flat``, among all ranks: a view."""
         return self._column.shard(self._row.shard(flat))
 
-    def feedback(self, flat: Tensor) -> ErrorFeedback:
-        """Returns new residuals for ``flat``, on the device where it is encoded."""
-        return self._column.feedback(self._row.shard(flat))
+    def feedback(self, flat: Tensor, gathered: bool = True) -> ErrorFeedback:
+        """Returns new residuals for ``flat``; as :meth:`Collectives.feedback`."""
+        return self._column.feedback(self._row.shard(flat), gathered)
+
+    def encodes_sums(self, codec: Codec) -> bool:
+        """As :meth:`Collectives.encodes_sums`."""
+        return self._column.encodes_sums(codec)
 
 
 def replicas_of(transport: Transport) -> Transport | ReplicaGroups:

@@ -119,6 +119,11 @@ class ReplicaSettings(Settings):
         return self.compression, self.uses_error_feedback
 
     @property
+    def decay_of_residuals(self) -> float:
+        """The factor on a codec's residuals from one average to the next."""
+        return 1.0
+
+    @property
     def overlaps_forward(self) -> bool:
         """Whether averages run under the next forward pass."""
         return False

@@ -33,6 +33,7 @@ class ReplicatedTensors:
         keeps_global_weights: whether the global values are kept, also if the next average does not need them.
         neighbors: whose values are averaged; if not all, without a codec, and without global values.
         at_server: whether rank 0 averages them, as a parameter server; without a codec and global values.
+        residual_decay: the factor on a codec's residuals from one average to the next.
 
     Attributes:
         global_weights: what codecs and the outer step start from.
@@ -50,6 +51,7 @@ class ReplicatedTensors:
         keeps_global_weights: bool = False,
         neighbors: Neighbors = "all",
         at_server: bool = False,
+        residual_decay: float = 1.0,
     ) -> None:
         self.tensors = list(buckets)
         self._transport, self._replicas = transport, replicas_of(transport)
@@ -60,7 +62,8 @@ class ReplicatedTensors:
         self.diverged = False
         are_kept = outer is not None or not self._codec.lossless or keeps_global_weights
         flats = [bucket.flat for bucket in self._buckets] if are_kept else []
-        self.global_weights = GlobalWeights(self._replicas, flats, self._codec, error_feedback, outer)
+        of_codec = (self._codec, error_feedback)
+        self.global_weights = GlobalWeights(self._replicas, flats, *of_codec, outer, residual_decay)
         self.set_global_weights()
 
     @cached_property

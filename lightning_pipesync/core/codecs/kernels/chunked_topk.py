@@ -100,7 +100,7 @@ class ChunkedTopKShards(KernelShards):
     codec: ChunkedTopK
 
     def encode(self, flat: Tensor, wires: Tensor, residual: Tensor | None) -> None:
-        shape = (len(wires), self._chunks(), 2, self.codec.KEPT)
+        shape = (len(wires), self._chunks(), 2, self.codec.k)
         found = torch.empty(shape, dtype=torch.int32, device=flat.device)
         args = (flat, residual, found, *self._parts(wires), self.size, flat.numel(), wires.stride(0))
         self._launch(encode_kernel, self._chunks(), len(wires), *args, **self._constants())
@@ -120,4 +120,4 @@ class ChunkedTopKShards(KernelShards):
         return triton.cdiv(self.size, self.codec.CHUNK)
 
     def _constants(self) -> dict[str, int]:
-        return {"CHUNK": self.codec.CHUNK, "KEPT": self.codec.KEPT}
+        return {"CHUNK": self.codec.CHUNK, "KEPT": self.codec.k}

@@ -25,6 +25,9 @@ class KernelShards(Shards):
     def sum(self, wires: Tensor, own: Tensor, divisor: int) -> None:
         self._decode(wires, own, 1, divisor)
 
+    def sum_in_order(self, wires: Tensor, flat: Tensor, divisor: int) -> None:
+        self.sum(wires, flat, divisor)  # a program adds the wires one after the other
+
     @abstractmethod
     def _decode(self, wires: Tensor, target: Tensor, shards: int, divisor: int) -> None:
         """Decodes to this many shards, each of which is the sum of as many wires over ``divisor``."""
