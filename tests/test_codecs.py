@@ -16,6 +16,7 @@ from lightning_pipesync.core.codecs import (
     FP16,
     ChunkedTopK,
     Codec,
+    Int2,
     Int4,
     Int8,
     NoCompression,
@@ -28,7 +29,7 @@ from lightning_pipesync.core.codecs import (
 )
 from lightning_pipesync.core.feedback import encode_with_feedback
 
-NAMES = ["none", "bf16", "fp16", "truncate16", "int8", "int4", "topk", "chunked_topk"]
+NAMES = ["none", "bf16", "fp16", "truncate16", "int8", "int4", "int2", "topk", "chunked_topk"]
 LOSSY = NAMES[1:]
 SIZES = [0, 1, 2, 1023, 1024, 1025, 4096, 100003]
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -64,7 +65,7 @@ def round_trip(codec: Codec, source: Tensor, dtype: torch.dtype | None = None) -
     return target
 
 
-def chunk_scales(source: Tensor, chunk_size: int = 1024, levels: int = 127) -> Tensor:
+def chunk_scales(source: Tensor, chunk_size: int = 1024, levels: float = 127) -> Tensor:
     """The scale of each value's chunk, in plain Python loops."""
     parts = [chunk.abs().max().expand(chunk.numel()) / levels for chunk in source.float().split(chunk_size)]
     return torch.cat(parts).clamp(min=TINY)
@@ -100,6 +101,8 @@ def check_what_matters(name: str, numel: int, dtype: torch.dtype) -> None:
         assert (error <= chunk_scales(source).double() * 0.50002).all()
     elif name == "int4" and numel:
         assert (error <= chunk_scales(source, 256, 7).double() * 0.50002).all()
+    elif name == "int2" and numel:
+        assert (error <= chunk_scales(source, 256, 1.5).double() * 0.50002).all()
     elif name == "chunked_topk" and numel:
         for chunk, values in zip(decoded.split(4096), source.double().split(4096), strict=True):
             kept = chunk.nonzero().view(-1)
@@ -128,6 +131,8 @@ def check_what_matters(name: str, numel: int, dtype: torch.dtype) -> None:
         (Int8(), 1025, torch.float32, 8 + 1025),
         (Int4(), 256, torch.float32, 4 + 128),
         (Int4(), 257, torch.float32, 8 + 129),
+        (Int2(), 256, torch.float32, 4 + 64),
+        (Int2(), 257, torch.float32, 8 + 65),
         (ChunkedTopK(), 8192, torch.float32, 2 * (8 + 96 + 16)),
         (ChunkedTopK(), 5, torch.float32, 8 + 96 + 16),
         (ChunkedTopK(k=16), 4097, torch.float32, 2 * (8 + 24 + 4)),
@@ -194,7 +199,7 @@ def test_decodes_to_any_dtype(name: str, dtype: torch.dtype) -> None:
 @every_codec
 @every_dtype
 def test_not_finite_stays_not_finite(name: str, dtype: torch.dtype) -> None:
-    size = {"int8": 1024, "int4": 256}.get(name, 1)
+    size = {"int8": 1024, "int4": 256, "int2": 256}.get(name, 1)
     for special, position in product((math.nan, math.inf, -math.inf), (0, 1500, 2999)):
         source = random(3000, dtype)
         source[position] = special
@@ -219,7 +224,7 @@ def test_subnormals_are_numbers(name: str, largest: float) -> None:
     source = random(2500)
     source *= largest / source.abs().max()
     error = (round_trip(get_codec(name), source).double() - source.double()).abs().max()
-    shares = {"fp16": 1.0, "topk": 1.0, "chunked_topk": 1.0, "int4": 1 / 13}
+    shares = {"fp16": 1.0, "topk": 1.0, "chunked_topk": 1.0, "int4": 1 / 13, "int2": 1 / 3}
     assert error <= max(largest, 1e-45) * shares.get(name, 1 / 127) + TINY
 
 
@@ -318,6 +323,14 @@ def test_int8_scale_is_never_subnormal(largest: float) -> None:
     assert wire[4:].view(torch.int8).tolist() == [round(largest / TINY), -round(largest / TINY)]
 
 
+def test_int2_wire_is_scales_and_then_codes() -> None:
+    source = torch.cat([torch.tensor([3.0, -3.0, 1.9, 2.1, 0.1, -0.1, -1.9, -2.1]), torch.zeros(248 + 256)])
+    wire = encoded(Int2(), source)
+    assert wire[:8].view(torch.float32).tolist() == [2.0, 0.0], "a chunk of zeros has no other scale"
+    assert wire[8:10].tolist() == [3 | 0 << 2 | 2 << 4 | 3 << 6, 2 | 1 << 2 | 1 << 4 | 0 << 6]
+    assert round_trip(Int2(), source)[:8].tolist() == [3.0, -3.0, 1.0, 3.0, 1.0, -1.0, -1.0, -3.0]
+
+
 @pytest.mark.parametrize("numel", SIZES[1:])
 def test_topk_keeps_exactly_the_k_largest(numel: int) -> None:
     sources = random(numel), torch.arange(1.0, numel + 1), torch.arange(numel) % 3 - 1.0  # the last one with ties
@@ -355,7 +368,7 @@ def test_get_codec() -> None:
     assert get_codec(codec) is codec
     with pytest.raises(
         ValueError,
-        match=r"compression='zip'.*'none', 'bf16', 'fp16', 'truncate16', 'int8', 'int4', 'topk', 'chunked_topk'",
+        match="compression='zip'.*" + ", ".join(map(repr, NAMES)),
     ):
         get_codec("zip")
 

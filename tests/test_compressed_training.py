@@ -15,7 +15,7 @@ from tests.harness import on_ranks
 from tests.models import Run, assert_same, loss, seeded_mlp, state
 
 #: Those that pack several values into a byte, or send a few of them.
-PACKED = ("int4", "chunked_topk")
+PACKED = ("int4", "int2", "chunked_topk")
 #: Further cases of a resumed run.
 OVERLAPPED = {
     "local_sgd, streaming": ("local_sgd", {"period": 4, "fragments": 2, "overlap_steps": 3}),

@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FedAvg": {},
     "DiLoCo": {"outer_optimizer": "nesterov"},
     "int4": {"outer_optimizer": "nesterov", "compression": "int4"},
+    "int2": {"outer_optimizer": "nesterov", "compression": "int2", "residual_decay": 0.9},
     "SparseLoCo": {"outer_optimizer": "sgd", "outer_lr": 0.8, "compression": "chunked_topk"},
     "EASGD": {"outer_optimizer": "elastic"},
     "streaming": {"outer_optimizer": "nesterov", "overlap_steps": 1, "fragments": 2},
@@ -33,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 #: Where the agreed weights are the average that a flush takes then.
-FLUSHED = ("FedAvg", "DiLoCo", "int4", "SparseLoCo", "states")
+FLUSHED = ("FedAvg", "DiLoCo", "int4", "int2", "SparseLoCo", "states")
 
 #: A replica's own weights, the agreed ones after a round, those at the end, and its data.
 Outcome = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], list[int]]

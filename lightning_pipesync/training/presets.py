@@ -38,6 +38,11 @@ PRESETS: dict[str, Preset] = {
         {**_DILOCO, "period": 100, "outer_lr": 0.4, "fragments": 8, "overlap_steps": 1, "mixing_factor": 0.5}
         | {"compression": "int4"},
     ),
+    "muloco": Preset(
+        "local_sgd",
+        "DiLoCo for Muon as the optimizer, in 2 bits per value (Thérien et al., arXiv 2505.23725).",
+        {**_DILOCO, "period": 30, "outer_lr": 0.8, "compression": "int2", "residual_decay": 0.9},
+    ),
     "sparseloco": Preset(
         "local_sgd",
         "Sends 64 of 4096 values of what the ranks have moved, in 2 bits each (Sarfi et al., arXiv 2508.15706).",

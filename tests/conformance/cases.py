@@ -11,6 +11,7 @@ CASES = {
     "adamw, accumulation, clip value": Options("adamw", accumulate=2, clip_value=0.01),
     "several optimizers": Options(several=True),
     "several optimizers, accumulation, clip norm": Options(several=True, accumulate=2, clip_norm=0.3),
+    "muon and adamw": Options("muon", several=True),
     "accumulation of 3 in 4 batches": Options("adamw", accumulate=3, clip_value=0.01),
     "bf16-mixed": Options(precision="bf16-mixed", clip_value=0.01),
     "16-mixed": Options("adamw", precision="16-mixed", clip_norm=0.3, loss_scale=2.0**20),  # which overflows at first
@@ -25,7 +26,8 @@ PAIRS = [
 def cases_of(framework: str, method: Method | None) -> list[str]:
     """Returns the names of the cases that the framework has with the method; None: with DistributedDataParallel."""
     pipeline = method is not None and method.pipeline
-    return [name for name, options in CASES.items() if _has(framework, pipeline, options)]
+    has = [name for name, options in CASES.items() if _has(framework, pipeline, options)]
+    return [name for name in has if method is None or method.whole_tensors or CASES[name].optimizer != "muon"]
 
 
 def _has(framework: str, pipeline: bool, options: Options) -> bool:

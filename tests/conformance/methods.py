@@ -29,6 +29,7 @@ class Method:
         own_norm: whether clipping returns the norm of this rank's gradient, as none has the mean.
         sharded_norm: whether the gradient's norm is a sum over shards: clipping by it is DDP's but for rounding.
         sharded: the indices of the typical settings that replicas of several ranks have; none if it refuses them.
+        whole_tensors: whether an optimizer gets whole tensors to update, as Muon needs them.
         pipeline: whether it makes the forward and backward passes itself; all ranks then get the same batches.
     """
 
@@ -42,6 +43,7 @@ class Method:
     own_norm: bool = False
     sharded_norm: bool = False
     sharded: tuple[int, ...] = ()
+    whole_tensors: bool = True
     pipeline: bool = False
 
 
@@ -96,6 +98,7 @@ METHODS = {
             exact={"policy": "sync"},
             typical=({"policy": "sync", "compression": "int8"}, {"policy": "k_async", "servers": 1}),
             wrong=("policy", "async_sync"),
+            whole_tensors=False,  # but with servers=1
             own_norm=True,
             sharded_norm=True,
         ),

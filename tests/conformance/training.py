@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from tests.lightning_models import dataset
@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda parameters: AdamW(parameters, lr=0.01),
     "lbfgs": lambda parameters: LBFGS(parameters),
+    "muon": lambda parameters: Muon(parameters, lr=0.05),
     "zero": lambda parameters: ZeroRedundancyOptimizer(parameters, SGD, lr=0.05),
 }
 
@@ -36,7 +37,8 @@ class Options:
     Args:
         optimizer: its name in :data:`OPTIMIZERS`.
         lr_factor: of its learning rate.
-        several: whether there are two optimizers, for a layer each, which are stepped in turns.
+        several: whether there are two optimizers, for a layer each, which are stepped in turns; ``"muon"`` is for
+            the matrices of both layers, and has AdamW beside it for the rest.
         accumulate: batches whose gradients make one step.
         clip_norm: to which the gradient's L2 norm is clipped.
         clip_value: to which its values are clipped.
@@ -135,7 +137,11 @@ def network(options: Options, seed: int = 0) -> nn.Sequential:
 
 def optimizers_of(model: nn.Sequential, options: Options) -> list[Optimizer]:
     parts = [model[0], model[3]] if options.several else [model]
-    optimizers = [OPTIMIZERS[options.optimizer](part.parameters()) for part in parts]
+    names, parameters = [options.optimizer] * len(parts), [list(part.parameters()) for part in parts]
+    if options.optimizer == "muon":
+        names = ["muon", "adamw"]
+        parameters = [[p for p in model.parameters() if (p.dim() == 2) == matrices] for matrices in (True, False)]
+    optimizers = [OPTIMIZERS[name](own) for name, own in zip(names, parameters, strict=True)]
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] *= options.lr_factor
     return optimizers

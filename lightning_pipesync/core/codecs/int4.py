@@ -23,8 +23,8 @@ class Int4(ScaledChunks):
     def value_bytes(self, numel: int) -> int:
         return -(-numel // 2)
 
-    def pack(self, rounded: Tensor, packed: Tensor) -> None:
-        nibbles = rounded.clamp_(-self.LEVELS, self.LEVELS).add_(8).to(torch.uint8).bitwise_and_(15)
+    def pack(self, scaled: Tensor, packed: Tensor) -> None:
+        nibbles = scaled.round_().clamp_(-self.LEVELS, self.LEVELS).add_(8).to(torch.uint8).bitwise_and_(15)
         if nibbles.shape[-1] % 2:
             nibbles = torch.nn.functional.pad(nibbles, (0, 1))
         torch.bitwise_or(nibbles[..., 0::2], nibbles[..., 1::2] << 4, out=packed)

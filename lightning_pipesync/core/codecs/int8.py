@@ -24,8 +24,8 @@ class Int8(ScaledChunks):
     def value_bytes(self, numel: int) -> int:
         return numel
 
-    def pack(self, rounded: Tensor, packed: Tensor) -> None:
-        packed.view(torch.int8).copy_(rounded)
+    def pack(self, scaled: Tensor, packed: Tensor) -> None:
+        packed.view(torch.int8).copy_(scaled.round_())
 
     def unpack(self, packed: Tensor, values: Tensor) -> None:
         values.copy_(packed.view(torch.int8))

@@ -21,15 +21,15 @@ class ScaledChunks(Codec):
     """
 
     CHUNK: ClassVar[int]
-    LEVELS: ClassVar[int]
+    LEVELS: ClassVar[float]
 
     @abstractmethod
     def value_bytes(self, numel: int) -> int:
         """Returns the bytes of the quantized values."""
 
     @abstractmethod
-    def pack(self, rounded: Tensor, packed: Tensor) -> None:
-        """Writes whole numbers in fp32 to bytes; ``rounded`` may change."""
+    def pack(self, scaled: Tensor, packed: Tensor) -> None:
+        """Rounds values in fp32, of which a scale is 1, and writes them to bytes; ``scaled`` may change."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, values: Tensor) -> None:
@@ -49,7 +49,7 @@ class ScaledChunks(Codec):
             # If the values are scratch themselves, this is the same memory, and the multiplication is in place.
             scaled = scratch(chunks, torch.float32)
             torch.mul(chunks, scale.reciprocal().unsqueeze(-1), out=scaled)
-            self.pack(scaled.round_().flatten(-2)[..., : values.shape[-1]], packed)
+            self.pack(scaled.flatten(-2)[..., : values.shape[-1]], packed)
 
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
         for block, scale, packed in self._blocks(target, wire):

@@ -115,6 +115,6 @@ class ScaledShards(KernelShards):
         values = wires.view(torch.int8)[:, self.wire_bytes - self.codec.value_bytes(self.size) :]
         return wires.view(torch.float32), values
 
-    def _constants(self) -> dict[str, int]:
+    def _constants(self) -> dict[str, float]:
         chunk = self.codec.CHUNK
         return {"LEVELS": self.codec.LEVELS, "CHUNK": chunk, "CHUNKS": self.TILE // chunk}
