@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.codecs import (
     BF16,
+    FP8,
     FP16,
     ChunkedTopK,
     Codec,
@@ -29,7 +30,7 @@ from lightning_pipesync.core.codecs import (
 )
 from lightning_pipesync.core.feedback import encode_with_feedback
 
-NAMES = ["none", "bf16", "fp16", "truncate16", "int8", "int4", "int2", "topk", "chunked_topk"]
+NAMES = ["none", "bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk"]
 LOSSY = NAMES[1:]
 SIZES = [0, 1, 2, 1023, 1024, 1025, 4096, 100003]
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -97,6 +98,9 @@ def check_what_matters(name: str, numel: int, dtype: torch.dtype) -> None:
         assert (error <= exact * 2**-11 + 2**-25).all()
     elif name == "truncate16":
         assert (error < exact * 2**-7 + 1e-45).all()
+    elif name == "fp8" and numel:
+        scales = chunk_scales(source, 1024, 448).double()
+        assert (error <= torch.maximum(exact * 2**-4, scales * 2**-10) * 1.0001).all()
     elif name == "int8" and numel:
         assert (error <= chunk_scales(source).double() * 0.50002).all()
     elif name == "int4" and numel:
@@ -127,6 +131,7 @@ def check_what_matters(name: str, numel: int, dtype: torch.dtype) -> None:
         (BF16(), 1025, torch.float32, 2050),
         (FP16(), 1025, torch.float64, 2050),
         (Truncate16(), 1025, torch.bfloat16, 2050),
+        (FP8(), 1025, torch.bfloat16, 8 + 1025),
         (Int8(), 1024, torch.float32, 4 + 1024),
         (Int8(), 1025, torch.float32, 8 + 1025),
         (Int4(), 256, torch.float32, 4 + 128),
@@ -199,7 +204,7 @@ def test_decodes_to_any_dtype(name: str, dtype: torch.dtype) -> None:
 @every_codec
 @every_dtype
 def test_not_finite_stays_not_finite(name: str, dtype: torch.dtype) -> None:
-    size = {"int8": 1024, "int4": 256, "int2": 256}.get(name, 1)
+    size = {"fp8": 1024, "int8": 1024, "int4": 256, "int2": 256}.get(name, 1)
     for special, position in product((math.nan, math.inf, -math.inf), (0, 1500, 2999)):
         source = random(3000, dtype)
         source[position] = special
@@ -224,7 +229,7 @@ def test_subnormals_are_numbers(name: str, largest: float) -> None:
     source = random(2500)
     source *= largest / source.abs().max()
     error = (round_trip(get_codec(name), source).double() - source.double()).abs().max()
-    shares = {"fp16": 1.0, "topk": 1.0, "chunked_topk": 1.0, "int4": 1 / 13, "int2": 1 / 3}
+    shares = {"fp16": 1.0, "topk": 1.0, "chunked_topk": 1.0, "int4": 1 / 13, "int2": 1 / 3, "fp8": 1 / 16}
     assert error <= max(largest, 1e-45) * shares.get(name, 1 / 127) + TINY
 
 
@@ -306,6 +311,21 @@ def test_truncate16_of_a_nan_with_only_low_bits_is_no_number() -> None:
     source = torch.tensor([0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     assert source.isnan().all()
     assert not round_trip(Truncate16(), source).isfinite().any()
+
+
+def test_fp8_wire_is_scales_and_then_values_in_e4m3() -> None:
+    source = torch.cat([torch.full((1024,), -896.0), torch.tensor([448.0, 1.0625, -0.0625, 2**-10, 3 * 2**-10])])
+    wire = encoded(FP8(), source)
+    assert wire[:8].view(torch.float32).tolist() == [2.0, 1.0]
+    # The sign, 4 bits of exponent and 3 of mantissa; halves round to even, also below the smallest normal number.
+    assert wire[8:].tolist() == [0b1_1111_110] * 1024 + [0b0_1111_110, 0b0_0111_000, 0b1_0011_000, 0, 0b0_0000_010]
+
+
+def test_fp8_keeps_small_values_better_than_int8_does() -> None:
+    source = random(4096)
+    source[::1024] *= 100  # as large values of a gradient are few
+    errors = {name: (round_trip(get_codec(name), source) - source).abs().median() for name in ("fp8", "int8")}
+    assert errors["fp8"] < errors["int8"] / 10
 
 
 def test_int8_wire_is_scales_and_then_values() -> None:
@@ -417,7 +437,9 @@ def test_feedback_is_not_poisoned(name: str, special: float) -> None:
     assert decoded.isfinite().all()
 
 
-@pytest.mark.parametrize("codec", [NoCompression(), BF16(), FP16(), Truncate16(), Int8(), TopK(ratio=0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [NoCompression(), BF16(), FP16(), Truncate16(), FP8(), Int8(), TopK(ratio=0.5)], ids=repr
+)
 def test_the_settings_of_a_codec_are_its_text(codec: Codec) -> None:
     """Ranks compare their settings as text, in which an address in memory would differ."""
     assert " at 0x" not in repr(codec)

@@ -254,7 +254,7 @@ def diverge_and_recover(settings: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk", "chunked_topk"])
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8", "int4", "topk", "chunked_topk"])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_nothing_remains_of_values_that_were_not_finite(update: str, codec: str, feedback: bool) -> None:
     """Neither in a residual nor in the gaps between parameters, of which the next scales would not be finite."""

@@ -162,7 +162,7 @@ def simulate(
 
 
 @pytest.mark.parametrize(
-    ("method", "codec"), [(m, c) for m in METHODS for c in ("int8", "int4", "chunked_topk") if (m, c) != REFUSED]
+    ("method", "codec"), [(m, c) for m in METHODS for c in ("fp8", "int8", "int4", "chunked_topk") if (m, c) != REFUSED]
 )
 @pytest.mark.parametrize("feedback", [True, False])
 def test_all_methods_follow_one_rule(method: str, codec: str, feedback: bool) -> None:

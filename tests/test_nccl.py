@@ -103,15 +103,15 @@ def exchange_all_kinds(
 
 def is_bitwise(codec_name: str) -> bool:
     """Returns whether every device encodes the same bits: scales are quotients, which CUDA rounds otherwise."""
-    return codec_name not in ("int8", "int4", "int2")
+    return codec_name not in ("fp8", "int8", "int4", "int2")
 
 
 def is_near(codec_name: str, on_cpu: Tensor, other: Tensor) -> bool:
-    """Returns whether two results are the same, but for a step of a quantization, by the last bit of its scale."""
+    """Returns whether two results are the same, but for a step, where scales differ in the last bit."""
     other = other.cpu()
     if torch.equal(on_cpu, other):
         return True
-    step = on_cpu.abs().max().float() / {"int8": 127, "int4": 7, "int2": 1.5}.get(codec_name, 127)
+    step = on_cpu.abs().max().float() / {"fp8": 14, "int4": 7, "int2": 1.5}.get(codec_name, 127)
     return not is_bitwise(codec_name) and bool(((on_cpu.float() - other.float()).abs() <= 3 * step).all())
 
 
@@ -190,6 +190,7 @@ LAUNCHES = {
     ("bf16", torch.float32): (6, 17),
     ("fp16", torch.float32): (6, 17),
     ("truncate16", torch.float32): (6, 17),
+    ("fp8", torch.float32): (6, 39),
     ("int8", torch.float32): (6, 41),
     ("int4", torch.float32): (6, 67),
     ("topk", torch.float32): (11, 65),

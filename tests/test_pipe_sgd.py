@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{codec: ("sgd", {"compression": codec}, {}) for codec in CODECS},
     **{
         f"{codec} without feedback": ("sgd", {"compression": codec, "error_feedback": False}, {})
-        for codec in ("bf16", "truncate16", "int8", "int4", "topk", "chunked_topk")
+        for codec in ("bf16", "truncate16", "fp8", "int8", "int4", "topk", "chunked_topk")
     },
 }
 
@@ -139,7 +139,7 @@ def test_follows_algorithm_1(case: str, world_size: int) -> None:
         assert all(map(torch.equal, outcome, outcomes[0]))
 
 
-@pytest.mark.parametrize("case", ["none", "bf16", "int8", "chunked_topk", "int4 without feedback"])
+@pytest.mark.parametrize("case", ["none", "bf16", "fp8", "int8", "chunked_topk", "int4 without feedback"])
 def test_hosts_with_several_ranks_compress_their_sums(case: str) -> None:
     reference = expected(case, 4, 1 if case == "none" else 2)
     for outcome in on_ranks(call_on_hosts, 4, 2, train, *CASES[case]):

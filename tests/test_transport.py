@@ -24,7 +24,7 @@ from tests.reference_pipe_sgd import all_reduce
 
 SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 10_007]  # larger ones take the ring on 3 ranks, which has its own tests
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
-LOSSY = ["bf16", "fp16", "truncate16", "int8", "int4", "int2", "topk", "chunked_topk"]
+LOSSY = ["bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk"]
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:

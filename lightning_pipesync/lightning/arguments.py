@@ -44,7 +44,7 @@ class DeARStrategyMixin(SyncStrategyMixin):
         tuning_file: JSON file to which rank 0 writes the trials of a search, and from which a search of the same model
             and number of ranks resumes.
         num_layers: Layers of a bucket, with ``fusion="layers"``.
-        compression: Codec of both halves: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk.
+        compression: Codec of both halves: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
             rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
@@ -238,7 +238,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         smoothing: With ``period="selsync"``: smoothing factor of the moving average, in (0, 1].
         average_optimizer_states: Whether the optimizers' states are averaged at the end of each period, too. Otherwise
             they stay as they are.
-        compression: Codec of the averages: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk. It
+        compression: Codec of the averages: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk. It
             encodes the difference to the global weights.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         residual_decay: With ``error_feedback``: the factor on an error before the next values are added to it, in (0,
@@ -376,7 +376,7 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
             keep the weights of each learner for that.
         dc_lambda: lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian.
         elementwise: Classes of further element-wise optimizers, which can be divided among several servers.
-        compression: Codec of the gradients: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk.
+        compression: Codec of the gradients: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         fetch_compression: Codec of the weights that learners fetch, as differences to those that they have; the servers
             keep these for each learner. A flush sends the weights as they are.
@@ -471,8 +471,8 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
     Args:
         staleness: k: by how many steps the update is later than its gradient (Algorithm 1). 0: synchronous SGD. The
             paper's optimum is 1: larger values hide no more communication, and slow convergence.
-        compression: Codec of the all-reduce: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk. Each
-            rank compresses its gradient once.
+        compression: Codec of the all-reduce: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk.
+            Each rank compresses its gradient once.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes; not in the
             paper.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
@@ -582,8 +582,9 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         injection: Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the
             ranks sends a share beta of its batch to all ranks. Eq. 3 reduces the batch size, so that the cumulative one
             stays.
-        compression: Codec of a synchronized step: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk.
-            With parameter aggregation it encodes the difference to the parameters of the last synchronized step.
+        compression: Codec of a synchronized step: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk,
+            chunked_topk. With parameter aggregation it encodes the difference to the parameters of the last
+            synchronized step.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
             rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce

@@ -57,7 +57,7 @@ class Entry:
 #: Seconds after which a rank that waits has failed.
 TIMEOUT_S = 30.0
 
-_LOSSY = ["bf16", "fp16", "truncate16", "int8", "int4", "topk", "chunked_topk"]
+_LOSSY = ["bf16", "fp16", "truncate16", "fp8", "int8", "int4", "topk", "chunked_topk"]
 
 
 def _codec(random: Random) -> str:

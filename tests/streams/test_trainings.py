@@ -24,7 +24,7 @@ from tests.streams.trainings import (
 
 SMALL = {"bucket_mb": 1e-3}
 BUFFER: dict[str, Any] = {"fusion": "buffer", **SMALL}
-LOSSY = ("bf16", "int8", "int4", "topk", "chunked_topk")
+LOSSY = ("bf16", "fp8", "int8", "int4", "topk", "chunked_topk")
 
 TRAININGS: dict[str, list[Training]] = {
     "dear": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_pipesync.core.codecs.chunked_topk import ChunkedTopK
 from lightning_pipesync.core.codecs.codec import Codec
 from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
+from lightning_pipesync.core.codecs.fp8 import FP8
 from lightning_pipesync.core.codecs.int2 import Int2
 from lightning_pipesync.core.codecs.int4 import Int4
 from lightning_pipesync.core.codecs.int8 import Int8
@@ -14,6 +15,7 @@ from lightning_pipesync.core.names import did_you_mean
 __all__ = [
     "BF16",
     "CODECS",
+    "FP8",
     "FP16",
     "ChunkedTopK",
     "Codec",
@@ -28,7 +30,7 @@ __all__ = [
 
 #: Every codec by its name.
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (NoCompression, BF16, FP16, Truncate16, Int8, Int4, Int2, TopK, ChunkedTopK)
+    codec.name: codec for codec in (NoCompression, BF16, FP16, Truncate16, FP8, Int8, Int4, Int2, TopK, ChunkedTopK)
 }
 
 

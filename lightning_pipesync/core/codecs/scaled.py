@@ -14,7 +14,7 @@ from lightning_pipesync.core.codecs.codec import Codec
 
 
 class ScaledChunks(Codec):
-    """Chunks of ``CHUNK`` values, the last of which may be shorter, quantized to ``-LEVELS`` to ``LEVELS`` scales.
+    """Chunks of ``CHUNK`` values, the last of which may be shorter, as numbers from ``-LEVELS`` to ``LEVELS`` scales.
 
     Wire: for each chunk its scale, its largest magnitude / ``LEVELS``, and never below the smallest normal fp32 number;
     then the values in a whole number of bytes.

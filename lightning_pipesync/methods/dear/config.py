@@ -74,7 +74,7 @@ class DeARConfig(Settings):
     """Layers of a bucket, with ``fusion="layers"``."""
 
     compression: Compression = "none"
-    """Codec of both halves: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk."""
+    """Codec of both halves: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""

@@ -109,7 +109,7 @@ class LocalSGDConfig(ReplicaSettings):
     """Whether the optimizers' states are averaged at the end of each period, too. Otherwise they stay as they are."""
 
     compression: Compression = "none"
-    """Codec of the averages: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk. It encodes
+    """Codec of the averages: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk. It encodes
     the difference to the global weights."""
 
     error_feedback: bool = True

@@ -29,7 +29,7 @@ class PipeSGDConfig(Settings):
     is 1: larger values hide no more communication, and slow convergence."""
 
     compression: Compression = "none"
-    """Codec of the all-reduce: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk. Each rank
+    """Codec of the all-reduce: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk. Each rank
     compresses its gradient once."""
 
     error_feedback: bool = True

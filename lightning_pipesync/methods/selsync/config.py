@@ -80,8 +80,8 @@ class SelSyncConfig(ReplicaSettings):
     a share beta of its batch to all ranks. Eq. 3 reduces the batch size, so that the cumulative one stays."""
 
     compression: Compression = "none"
-    """Codec of a synchronized step: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk. With parameter
-    aggregation it encodes the difference to the parameters of the last synchronized step."""
+    """Codec of a synchronized step: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk. With
+    parameter aggregation it encodes the difference to the parameters of the last synchronized step."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""

@@ -152,7 +152,7 @@ class ParameterServerConfig(Settings):
     """Classes of further element-wise optimizers, which can be divided among several servers."""
 
     compression: Compression = "none"
-    """Codec of the gradients: none, bf16, fp16, truncate16, int8, int4, int2, topk, chunked_topk."""
+    """Codec of the gradients: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""

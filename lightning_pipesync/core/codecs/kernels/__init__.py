@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_pipesync.core.codecs.chunked_topk import ChunkedTopK
 from lightning_pipesync.core.codecs.codec import Codec
 from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
+from lightning_pipesync.core.codecs.fp8 import FP8
 from lightning_pipesync.core.codecs.int4 import Int4
 from lightning_pipesync.core.codecs.int8 import Int8
 from lightning_pipesync.core.codecs.kernels.chunked_topk import ChunkedTopKShards
@@ -20,6 +21,7 @@ KERNELS: dict[type[Codec], type[Shards]] = {
     BF16: ElementwiseShards,
     FP16: ElementwiseShards,
     Truncate16: ElementwiseShards,
+    FP8: ScaledShards,
     Int8: ScaledShards,
     Int4: ScaledShards,
     TopK: TopKShards,

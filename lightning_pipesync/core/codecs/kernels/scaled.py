@@ -1,4 +1,4 @@
-"""Kernels of int8 and int4."""
+"""Kernels of fp8, int8 and int4."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_pipesync.core.codecs.kernels.e4m3 import from_e4m3, to_e4m3
 from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards
 from lightning_pipesync.core.codecs.kernels.search import magnitudes_of
 from lightning_pipesync.core.codecs.kernels.values import (
@@ -41,18 +42,24 @@ def encode_kernel(
     scale = tl.div_rn(largest, LEVELS * 1.0)
     scale = tl.where(scale < TINY, TINY, scale)
     tl.store(scales + shard * (stride // 4) + chunks, scale, mask=chunks * CHUNK < size)
-    # Beyond 2**23 fp32 has whole numbers only: the sum is rounded to one, half to even.
-    biased = values * tl.div_rn(1.0, scale)[:, None] + 12582912.0
-    rounded = biased.to(tl.int32, bitcast=True) - 0x4B400000
+    scaled = values * tl.div_rn(1.0, scale)[:, None]
     packed += shard * stride
+    if LEVELS == 448:
+        codes = to_e4m3(scaled)
+        tl.store(packed + columns, codes.to(tl.int8), mask=columns < size)
+        rounded = from_e4m3(codes)
+    else:
+        # Beyond 2**23 fp32 has whole numbers only: the sum is rounded to one, half to even.
+        whole = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        rounded = whole.to(tl.float32)
     if LEVELS == 7:
-        nibbles = tl.where(columns < size, (rounded + 8) & 15, 0)
+        nibbles = tl.where(columns < size, (whole + 8) & 15, 0)
         even, odd = tl.split(tl.reshape(nibbles, [CHUNKS, CHUNK // 2, 2]))
         places = chunks[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
         tl.store(packed + places, (even | odd << 4).to(tl.int8), mask=places * 2 < size)
-    else:
-        tl.store(packed + columns, rounded.to(tl.int8), mask=columns < size)
-    store_error(residual, offsets, inside, total - rounded.to(tl.float32) * scale[:, None])
+    if LEVELS == 127:
+        tl.store(packed + columns, whole.to(tl.int8), mask=columns < size)
+    store_error(residual, offsets, inside, total - rounded * scale[:, None])
 
 
 @triton.jit
@@ -61,12 +68,13 @@ def load_wire(scales, packed, chunks, size, LEVELS: tl.constexpr, CHUNK: tl.cons
     if LEVELS == 7:
         places = chunks[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
         both = tl.load(packed + places, mask=places * 2 < size, other=0).to(tl.int32)
-        whole = tl.reshape(tl.join(both & 15, (both >> 4) & 15), [CHUNKS, CHUNK]) - 8
+        numbers = (tl.reshape(tl.join(both & 15, (both >> 4) & 15), [CHUNKS, CHUNK]) - 8).to(tl.float32)
     else:
         columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        whole = tl.load(packed + columns, mask=columns < size, other=0)
+        stored = tl.load(packed + columns, mask=columns < size, other=0)
+        numbers = from_e4m3(stored) if LEVELS == 448 else stored.to(tl.float32)
     scale = tl.load(scales + chunks, mask=chunks * CHUNK < size, other=0)
-    return whole.to(tl.float32) * scale[:, None]
+    return numbers * scale[:, None]
 
 
 @triton.jit
