@@ -209,6 +209,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
         attach_to, LocalSGD, {"ranks_per_replica": 4}
     ),
     r"injection=\(0.5, 0.5\) sends rows to all ranks": partial(attach_to, SelSync, {"injection": (0.5, 0.5)}),
+    "low_rank=2 factorizes whole matrices, and a replica of 2 ranks": partial(attach_to, DeAR, {"low_rank": 2}),
     "A parameter server answers each rank by itself": partial(attach_to, ParameterServer, {}),
 }
 

@@ -45,7 +45,13 @@ class DeARStrategyMixin(SyncStrategyMixin):
             and number of ranks resumes.
         num_layers: Layers of a bucket, with ``fusion="layers"``.
         compression: Codec of both halves: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
+        error_feedback: Whether the error of a lossy codec, or of ``low_rank``, is added to the next values.
+        low_rank: Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the
+            gradients of weights with two dimensions or more, where both together have fewer values. None: gradients are
+            averaged as they are.
+        low_rank_method: With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one
+            all-reduce; ``power_sgd`` averages both, Q once P is known: about twice the bytes and the latency, and a
+            better approximation.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
             rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
             and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
@@ -92,6 +98,8 @@ class DeARStrategyMixin(SyncStrategyMixin):
         num_layers: int = 4,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        low_rank: int | None = None,
+        low_rank_method: Literal["acp_sgd", "power_sgd"] = "acp_sgd",
         topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
         torus_columns: int | None = None,
         timeout_s: float = 1800.0,
@@ -473,8 +481,14 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
             paper's optimum is 1: larger values hide no more communication, and slow convergence.
         compression: Codec of the all-reduce: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk.
             Each rank compresses its gradient once.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes; not in the
+        error_feedback: Whether the error of a lossy codec, or of ``low_rank``, is added to the next values; not in the
             paper.
+        low_rank: Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the
+            gradients of weights with two dimensions or more, where both together have fewer values. None: gradients are
+            averaged as they are.
+        low_rank_method: With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one
+            all-reduce; ``power_sgd`` averages both, Q once P is known: about twice the bytes and the latency, and a
+            better approximation.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
             rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
             and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
@@ -527,6 +541,8 @@ class PipeSGDStrategyMixin(SyncStrategyMixin):
         staleness: int = 1,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        low_rank: int | None = None,
+        low_rank_method: Literal["acp_sgd", "power_sgd"] = "acp_sgd",
         topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
         torus_columns: int | None = None,
         pipeline_level: Literal[1, 2] = 1,
@@ -585,7 +601,13 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         compression: Codec of a synchronized step: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk,
             chunked_topk. With parameter aggregation it encodes the difference to the parameters of the last
             synchronized step.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
+        error_feedback: Whether the error of a lossy codec, or of ``low_rank``, is added to the next values.
+        low_rank: Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the
+            gradients of weights with two dimensions or more, where both together have fewer values. None: gradients are
+            averaged as they are.
+        low_rank_method: With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one
+            all-reduce; ``power_sgd`` averages both, Q once P is known: about twice the bytes and the latency, and a
+            better approximation. Both need ``aggregation="gradients"``.
         topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
             rows, for hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce
             and broadcast on a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the
@@ -637,6 +659,8 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         injection: tuple[float, float] | None = None,
         compression: Codec | str = "none",
         error_feedback: bool = True,
+        low_rank: int | None = None,
+        low_rank_method: Literal["acp_sgd", "power_sgd"] = "acp_sgd",
         topology: Literal["auto", "flat", "torus2d", "tree"] = "auto",
         torus_columns: int | None = None,
         bucket_mb: float = 25.0,

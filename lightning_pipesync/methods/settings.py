@@ -19,6 +19,9 @@ Config = TypeVar("Config", bound="Settings")
 #: How ranks are arranged for all-reduces, see :class:`Transport`.
 Topology = Literal["auto", "flat", "torus2d", "tree"]
 
+#: How gradients become factors, see :mod:`lightning_pipesync.methods.gradients.low_rank`.
+LowRankMethod = Literal["acp_sgd", "power_sgd"]
+
 #: Orders of the training data.
 Partition = Literal["seldp", "defdp"]
 
@@ -51,6 +54,8 @@ class Settings:
 
     compression: Compression = "none"
     error_feedback: bool = False
+    low_rank: int | None = None
+    low_rank_method: LowRankMethod = "acp_sgd"
 
     topology: Topology = "flat"
     torus_columns: int | None = None
@@ -64,7 +69,11 @@ class Settings:
             value = checked(field.name, annotations[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
         self._check("timeout_s", 0 < self.timeout_s < math.inf, "a positive number of seconds")
-        get_codec(self.compression)
+        lossless = get_codec(self.compression).lossless
+        self._check_least(low_rank=1)
+        if self.low_rank is not None:
+            refused = {"compression": (not lossless, "none", "makes wire formats, which are never summed")}
+            self._refuse(f"low_rank={self.low_rank!r} sums factors", "low_rank=None", refused)
         if self.torus_columns is not None and (self.topology != "torus2d" or self.torus_columns < 1):
             raise ValueError(
                 f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
@@ -123,6 +132,13 @@ class Settings:
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
+    def low_rank_settings(self) -> dict[str, Any]:
+        """Those that determine what a checkpoint has of factorized gradients; none without ``low_rank``."""
+        if self.low_rank is None:
+            return {}
+        return {"low_rank": self.low_rank, "low_rank_method": self.low_rank_method}
+
+    @property
     def is_arranged(self) -> bool:
         """Whether ``topology`` asks for averages of all ranks that are arranged on a torus or on trees."""
         return self.topology in ("torus2d", "tree")
@@ -149,7 +165,7 @@ class Settings:
 
     def without_effect(self) -> dict[str, str]:
         """Returns the names of settings that the other settings make ineffective, each with the reason."""
-        return {}
+        return {} if self.low_rank is not None else {"low_rank_method": "without low_rank: set it to a rank, such as 4"}
 
     def for_framework(self: Config) -> Config:
         """Returns the settings for a framework; raises a ValueError if one of them is for plain loops only."""

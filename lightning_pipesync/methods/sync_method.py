@@ -254,6 +254,11 @@ class SyncMethod(StepCalls):
                 f"injection={self.config.injection!r} sends rows to all ranks, and a replica has "
                 f"{self.transport.ranks_per_replica}: set injection=None with replicas=."
             )
+        if self.config.low_rank is not None:
+            return ValueError(
+                f"low_rank={self.config.low_rank!r} factorizes whole matrices, and a replica of "
+                f"{self.transport.ranks_per_replica} ranks has divided them: set low_rank=None with replicas=."
+            )
         elementwise = getattr(self.config, "elementwise", ())
         return problem_of_optimizers(self.optimizers, elementwise, self.updates_by_own_steps)
 

@@ -49,6 +49,15 @@ TRAININGS: dict[str, list[Training]] = {
             ("topk", "replicated", False),
         )
     ],
+    "low rank": [
+        Training(method, {**settings, "low_rank": 2, "low_rank_method": how}, "AdamW")
+        for how in ("acp_sgd", "power_sgd")
+        for method, settings in (
+            ("dear", BUFFER),
+            ("pipe_sgd", {"pipeline_level": 2}),
+            ("selsync", {"delta": 0.0, "aggregation": "gradients", **SMALL}),
+        )
+    ],
     "selsync": [
         Training("selsync", {"delta": 0.0, "overlap": "none", **SMALL}),
         Training("selsync", {"delta": 0.01, "overlap": "forward", **SMALL}, "AdamW", clips=True),

@@ -21,6 +21,7 @@ from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
+from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
 
@@ -29,7 +30,8 @@ class FusedBucket(GradientBucket):
 
     Shards of FSDP2's stay where they are, and ``values`` is None; then ``gradients`` has memory only from its
     reduce-scatter until the update, so that it has none while FSDP2 has gathered most. If it is ``sharded``, this rank
-    updates only its shard. ``gradient_shard`` is what the reduce-scatter averages.
+    updates only its shard. ``gradient_shard`` is what the reduce-scatter averages. With ``low_rank`` whole all-reduces
+    of factors take the place of the reduce-scatter, and nothing is left to be gathered.
     """
 
     kind = "reduce_scatter"
@@ -41,8 +43,11 @@ class FusedBucket(GradientBucket):
         config: DeARConfig,
         transport: Transport,
         number: int,
+        low_rank: LowRankGradients | None = None,
     ) -> None:
-        super().__init__([member.tensor for member in members], transport, config.compression, number=number)
+        tensors = [member.tensor for member in members]
+        factorized = None if low_rank is None else LowRankBucket(low_rank, tensors, transport.world_size)
+        super().__init__(tensors, transport, config.compression, number=number, low_rank=factorized)
         assert members[0].group is not None
         self.members, self.group = list(members), members[0].group
         optimizer, lossless = optimizers[self.group[0]], self._codec.lossless
@@ -104,9 +109,11 @@ class FusedBucket(GradientBucket):
         self.gradients.take_memory()
         super().reduce(queue, requires)
         self.note_gradients()
-        self._num_early = 0
+        self._num_early = 0 if self._low_rank is None else self._largest_shard
 
     def start(self, piece: int = 0) -> Handle[Tensor]:
+        if self._low_rank is not None:
+            return super().start(piece)
         return self._collectives.reduce_scatter(
             self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
         )

@@ -12,7 +12,7 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.dtensors import ELEMENTWISE
 from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import Settings, Topology, renamed
+from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology, renamed
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
@@ -77,7 +77,16 @@ class DeARConfig(Settings):
     """Codec of both halves: none, bf16, fp16, truncate16, fp8, int8, int4, int2, topk, chunked_topk."""
 
     error_feedback: bool = True
-    """Whether the error of a lossy codec is added to the next values that it encodes."""
+    """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
+
+    low_rank: int | None = None
+    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
+    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
+    are."""
+
+    low_rank_method: LowRankMethod = "acp_sgd"
+    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
+    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
 
     topology: Topology = "auto"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
@@ -110,24 +119,31 @@ class DeARConfig(Settings):
                 "update='sharded' needs a shard on every rank, and topology='tree' sums each bucket on two ranks, its "
                 "roots: set update='replicated' or None, or topology='flat' or 'torus2d'."
             )
+        if self.low_rank is not None:
+            refused = {
+                "update": (self.update == "sharded", "replicated", "would gather weights, which have no factors")
+            }
+            self._refuse(f"low_rank={self.low_rank!r} averages factors", "low_rank=None", refused)
 
     @property
     def usual_update(self) -> Update:
         """How an element-wise optimizer updates the weights."""
-        return self.update or ("replicated" if self.gathers_early or self.topology == "tree" else "sharded")
+        whole = self.gathers_early or self.topology == "tree" or self.low_rank is not None
+        return self.update or ("replicated" if whole else "sharded")
 
     @property
     def gathers_early(self) -> bool:
         """Whether all-gathers of gradients may start under backward."""
-        return self.overlap == "eager" and self.update != "sharded" and get_codec(self.compression).lossless
+        lossless = get_codec(self.compression).lossless and self.low_rank is None
+        return self.overlap == "eager" and self.update != "sharded" and lossless
 
     @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
-        return self.uses_error_feedback
+        return self.uses_error_feedback or self.low_rank is not None
 
     def without_effect(self) -> dict[str, str]:
-        ignored, chosen = {}, f"with fusion={self.fusion!r}"
+        ignored, chosen = super().without_effect(), f"with fusion={self.fusion!r}"
         if self.fusion != "layers":
             ignored["num_layers"] = f"{chosen}: set fusion='layers'"
         if self.fusion in ("layers", "none"):
@@ -138,6 +154,8 @@ class DeARConfig(Settings):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
         if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):
             ignored["overlap"] = "with update='sharded' or compression, which gather nothing under backward"
+        if self.overlap == "forward" and self.low_rank is not None:
+            ignored["overlap"] = "with low_rank, which gathers nothing: set overlap='none' to have weights after a step"
         if not get_codec(self.compression).lossless and self.usual_update == "replicated":
             ignored["elementwise"] = "where every rank updates all weights, with compression: set update='sharded'"
         return ignored

@@ -15,6 +15,7 @@ from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.low_rank import LowRankGradients
 from lightning_pipesync.methods.gradients.reshard import Slices, reshard, whole_state
 
 V = TypeVar("V")
@@ -37,6 +38,7 @@ class FusedBuckets:
         self._order, self._optimizers = order, optimizers
         self._config, self._transport, self._feedpipe = config, transport, feedpipe
         self._parameters: Sequence[NamedParameter] = ()
+        self._low_rank: LowRankGradients | None = None
         self._ready: Sequence[NamedParameter] = ()  # in the order of their gradients
         self._needed: Sequence[NamedParameter] = ()  # in the order of the forward pass
         self.buckets: list[FusedBucket] = []
@@ -51,6 +53,8 @@ class FusedBuckets:
         """Releases the buckets; the next :meth:`fuse` makes buckets of ``parameters``."""
         self.release()
         self._parameters = parameters
+        if self._config.low_rank is not None:
+            self._low_rank = LowRankGradients(parameters, self._config)
 
     def fuse(self, fusion: Fusion) -> None:
         """Fuses the parameters in the order that rank 0 has observed; a collective call."""
@@ -125,6 +129,7 @@ class FusedBuckets:
             "needed": [parameter.name for parameter in self._needed],
             "plan": [[member.name for member in bucket.members] for bucket in self.buckets],
             "buckets": [bucket.state_dict() for bucket in self.buckets],
+            **({} if self._low_rank is None else {"low_rank": self._low_rank.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,10 +139,12 @@ class FusedBuckets:
         self._set_buckets([[by_name[name] for name in names] for names in state["plan"]])
         for bucket, saved in zip(self.buckets, state["buckets"], strict=True):
             bucket.load_state_dict(saved)
+        if self._low_rank is not None:
+            self._low_rank.load_state_dict(state["low_rank"])
 
     def _set_buckets(self, layout: Sequence[Sequence[NamedParameter]]) -> None:
         self.buckets = [
-            FusedBucket(members, self._optimizers, self._config, self._transport, number)
+            FusedBucket(members, self._optimizers, self._config, self._transport, number, self._low_rank)
             for number, members in enumerate(layout)
         ]
         self.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}

@@ -41,5 +41,14 @@ class DeARPolicy(BackPipePolicy):
         self._queue.wait_all()
         self._feedpipe.wait()
 
+    def outdated(self) -> None:
+        """Raises a RuntimeError with ``low_rank``: the factors of the first pass have left their error already."""
+        if (low_rank := self._sync.config.low_rank) is not None:
+            raise RuntimeError(
+                f"low_rank={low_rank!r} has factorized this gradient already, and a further backward pass changes it: "
+                "put all backward passes of a step but the last under no_sync() (in a LightningModule: "
+                "self.trainer.strategy.block_backward_sync()), take each step that has begun, or set low_rank=None."
+            )
+
     def started(self, index: int) -> None:
         self._early.start_after(index, self._queue)

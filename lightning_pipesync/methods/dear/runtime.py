@@ -366,6 +366,7 @@ class DeAR(SyncMethod):
             "compression": str(self.config.compression),
             "error_feedback": with_residuals,
             "world_size": self.transport.world_size,
+            **self.config.low_rank_settings,
             **({"topology": str(self.transport.topology)} if with_residuals else {}),
         }
 

@@ -17,13 +17,15 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import foreach_copy_, version
+from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
 
 
 class GradientBucket:
     """The gradients of parameters of one dtype in one buffer, and their average over the ranks.
 
     The buffer is divided into pieces of ``piece_numel`` values, each of which has its own all-reduce; None: one piece.
-    ``number`` is its place in the order of all-reduces, for profilers.
+    ``number`` is its place in the order of all-reduces, for profilers. With ``low_rank`` factors are averaged in place
+    of the gradients, in one all-reduce or in two, each of which counts as a piece.
     """
 
     kind: ClassVar[str] = "all_reduce"  # under which waiting is counted
@@ -35,8 +37,9 @@ class GradientBucket:
         codec: str | Codec = "none",
         piece_numel: int | None = None,
         number: int = 0,
+        low_rank: LowRankBucket | None = None,
     ) -> None:
-        self.parameters = list(parameters)
+        self.parameters, self._low_rank = list(parameters), low_rank
         self.gradients = Bucket(self.parameters, collectives.world_size)
         flat = self.gradients.flat
         self.pieces: Sequence[Tensor] = [flat] if piece_numel is None else flat.split(piece_numel)
@@ -51,6 +54,10 @@ class GradientBucket:
     def num_gradients(self) -> int:
         return sum(parameter.requires_grad for parameter in self.parameters)
 
+    @property
+    def num_pieces(self) -> int:
+        return len(self.pieces) if self._low_rank is None else self._low_rank.num_rounds
+
     def use_error_feedback(self, gathered: bool | None = None) -> None:
         """Adds the error of a lossy codec to what is sent next.
 
@@ -63,10 +70,15 @@ class GradientBucket:
     def reduce(self, queue: CommQueue, requires: Queued[Any] | None = None) -> None:
         """Packs the gradients, zeros for missing ones, and queues their average, after ``requires``."""
         self.pack()
-        self._averaged = [
-            queue.submit(self.kind, partial(self.start, index), requires=requires, what=self.label)
-            for index in range(len(self.pieces))
-        ]
+        low_rank, self._averaged = self._low_rank, []
+        for piece in range(self.num_pieces):
+            if low_rank is not None:  # which begins with the factors of the all-reduce before
+                requires = low_rank.last or requires
+            start, after = partial(self.start, piece), partial(self.finish, piece)
+            averaged = queue.submit(self.kind, start, after, requires=requires, what=self.label)
+            self._averaged.append(averaged)
+            if low_rank is not None:
+                low_rank.last = averaged
 
     def pack(self) -> None:
         """Copies the gradients, zeros for missing ones."""
@@ -74,8 +86,16 @@ class GradientBucket:
 
     def start(self, piece: int = 0) -> Handle[Tensor]:
         """Starts to average a piece of what :meth:`pack` has copied."""
+        if self._low_rank is not None:
+            values = self._low_rank.start(piece, self.gradients.views, self.present)
+            return self._collectives.all_reduce(values, codec=self._codec, mean=True)
         feedback = self.feedback[piece]
         return self._collectives.all_reduce(self.pieces[piece], codec=self._codec, mean=True, feedback=feedback)
+
+    def finish(self, piece: int, average: Tensor) -> None:
+        """Ends what :meth:`start` has started, once there is its result."""
+        if self._low_rank is not None:
+            self._low_rank.finish(piece, self.gradients.views)
 
     def wait(self) -> None:
         """Blocks until what :meth:`reduce` has queued is averaged."""
@@ -131,8 +151,13 @@ class GradientBuckets:
         collectives: Collectives,
         codec: str | Codec = "none",
         error_feedback: bool = False,
+        low_rank: LowRankGradients | None = None,
     ) -> None:
-        self.buckets = [GradientBucket(p, collectives, codec, number=i) for i, p in enumerate(parameters)]
+        self._low_rank = low_rank
+        self.buckets = []
+        for number, members in enumerate(parameters):
+            factorized = None if low_rank is None else LowRankBucket(low_rank, members, collectives.world_size)
+            self.buckets.append(GradientBucket(members, collectives, codec, number=number, low_rank=factorized))
         self.index_of = {id(tensor): index for index, members in enumerate(parameters) for tensor in members}
         self._collectives = collectives
         if error_feedback:
@@ -146,15 +171,16 @@ class GradientBuckets:
         gradient counts as zero. A gradient that no rank has stays None, as in DDP.
         """
         with profiled("average gradients"):
-            if some_missing:
-                self.add_missing()
-            handles = []
             for bucket in self.buckets:
                 bucket.pack()
-                handles.append(bucket.start())
-            for bucket, handle in zip(self.buckets, handles, strict=True):
-                handle.wait()
-                bucket.unpack()
+            if some_missing:  # once it is noted which gradients this rank has of its own
+                self.add_missing()
+            for piece in range(max((bucket.num_pieces for bucket in self.buckets), default=0)):
+                started = [(bucket, bucket.start(piece)) for bucket in self.buckets if piece < bucket.num_pieces]
+                for bucket, handle in started:
+                    bucket.finish(piece, handle.wait())
+                    if piece == bucket.num_pieces - 1:
+                        bucket.unpack()
 
     def unpack(self) -> None:
         """Replaces all gradients by their average, once it has arrived; a missing one stays None."""
@@ -170,11 +196,14 @@ class GradientBuckets:
                 parameter.grad = torch.zeros_like(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"feedback": [feedback.state_dict() for feedback in self._feedback()]}
+        state: dict[str, Any] = {"feedback": [feedback.state_dict() for feedback in self._feedback()]}
+        return state if self._low_rank is None else {**state, "low_rank": self._low_rank.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for feedback, residuals in zip(self._feedback(), state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
+        if self._low_rank is not None:
+            self._low_rank.load_state_dict(state["low_rank"])
 
     def _feedback(self) -> list[ErrorFeedback]:
         return [feedback for bucket in self.buckets for feedback in bucket.feedback if feedback is not None]

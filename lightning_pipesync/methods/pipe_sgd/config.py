@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
-from lightning_pipesync.methods.settings import Settings, Topology
+from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology
 
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
 
@@ -33,7 +33,16 @@ class PipeSGDConfig(Settings):
     compresses its gradient once."""
 
     error_feedback: bool = True
-    """Whether the error of a lossy codec is added to the next values that it encodes; not in the paper."""
+    """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values; not in the paper."""
+
+    low_rank: int | None = None
+    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
+    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
+    are."""
+
+    low_rank_method: LowRankMethod = "acp_sgd"
+    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
+    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
 
     topology: Topology = "auto"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
@@ -111,7 +120,7 @@ class PipeSGDConfig(Settings):
     @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
-        return self.uses_error_feedback
+        return self.uses_error_feedback or self.low_rank is not None
 
     @property
     def lost_with_other_ranks(self) -> str | None:
@@ -120,7 +129,7 @@ class PipeSGDConfig(Settings):
         return "gradients in flight are dropped, and the pipeline fills anew"
 
     def without_effect(self) -> dict[str, str]:
-        ignored, chosen = {}, f"with staleness={self.staleness!r}"
+        ignored, chosen = super().without_effect(), f"with staleness={self.staleness!r}"
         if self.pipeline_level == 1:
             ignored["segments"] = "with pipeline_level=1: set pipeline_level=2"
         if self.delay_compensation != "distance":

@@ -11,6 +11,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
+from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 
 #: Bytes of a piece that each rank sums: so much that messages are large, and so little that one half of an all-reduce
@@ -22,7 +23,8 @@ class GradientLayout:
     """How the gradients of some parameters are fused, step after step.
 
     ``members`` are these, bucket by bucket, in the order in which their gradients are expected. ``compared`` is, by
-    member, whether it had a gradient when the ranks last compared: on this rank, on any.
+    member, whether it had a gradient when the ranks last compared: on this rank, on any. ``low_rank`` are the
+    factorized gradients, which those of several steps share; None without.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], config: PipeSGDConfig, transport: Transport) -> None:
@@ -36,6 +38,8 @@ class GradientLayout:
         self.members = [member for members in self._members_of for member in members]
         self.index_of = {id(m.tensor): index for index, members in enumerate(self._members_of) for m in members}
         self.compared = [True] * len(parameters), [True] * len(parameters)
+        self.low_rank = None if config.low_rank is None else LowRankGradients(parameters, config)
+        self._factorized = [self._factorize(members) for members in self._members_of]
         first = self._new_buckets()
         if config.uses_error_feedback:
             for bucket in first:
@@ -60,12 +64,18 @@ class GradientLayout:
     def release_buckets(self, buckets: list[GradientBucket]) -> None:
         self._free.append(buckets)
 
+    def _factorize(self, members: Sequence[NamedParameter]) -> LowRankBucket | None:
+        if self.low_rank is None:
+            return None
+        return LowRankBucket(self.low_rank, [member.tensor for member in members], self._transport.world_size)
+
     def _new_buckets(self) -> list[GradientBucket]:
         buckets = []
         for number, members in enumerate(self._members_of):
             tensors = [member.tensor for member in members]
             piece_numel = SHARD_OF_PIECE * self._transport.world_size // tensors[0].element_size()
-            buckets.append(GradientBucket(tensors, self._transport, self.config.compression, piece_numel, number))
+            args = (tensors, self._transport, self.config.compression, piece_numel, number, self._factorized[number])
+            buckets.append(GradientBucket(*args))
         return buckets
 
 

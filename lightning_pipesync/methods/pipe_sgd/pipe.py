@@ -172,11 +172,12 @@ class GradientPipe(BackPipePolicy):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the gradients in flight, the counters and the codec's residuals; a collective call."""
-        pipeline = self.pipeline
+        pipeline, low_rank = self.pipeline, self._layout.low_rank
         return {
             "steps": [pipeline.num_steps, pipeline.num_updates, pipeline.staleness],
             "in_flight": [gradient.state_dict() for gradient in pipeline.in_flight],
             "feedback": [feedback.state_dict() for feedback in self._layout.feedback],
+            **({} if low_rank is None else {"low_rank": low_rank.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,6 +192,8 @@ class GradientPipe(BackPipePolicy):
             pipeline.submit(gradient)
         for feedback, residuals in zip(self._layout.feedback, state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
+        if self._layout.low_rank is not None:
+            self._layout.low_rank.load_state_dict(state["low_rank"])
 
     def _set_layout(self, parameters: Sequence[NamedParameter]) -> None:
         self._layout = GradientLayout(parameters, self._config, self._transport)

@@ -234,6 +234,7 @@ class PipeSGD(SyncMethod):
             "staleness": config.staleness,
             "delay_compensation": config.delay_compensation,
             "error_feedback": config.uses_error_feedback,
+            **config.low_rank_settings,
         }
         if config.uses_error_feedback:
             names = ("bucket_mb", "pipeline_level", "segments")

@@ -142,7 +142,7 @@ class ReplicaSettings(Settings):
         return None
 
     def without_effect(self) -> dict[str, str]:
-        ignored = {}
+        ignored = super().without_effect()
         if self.smoothing == 1:
             ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
         if self.num_replicas is not None and self.lighthouse is None:

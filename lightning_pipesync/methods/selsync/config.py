@@ -13,7 +13,7 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.settings import Average, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, Topology
+from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
@@ -84,7 +84,17 @@ class SelSyncConfig(ReplicaSettings):
     parameter aggregation it encodes the difference to the parameters of the last synchronized step."""
 
     error_feedback: bool = True
-    """Whether the error of a lossy codec is added to the next values that it encodes."""
+    """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
+
+    low_rank: int | None = None
+    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
+    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
+    are."""
+
+    low_rank_method: LowRankMethod = "acp_sgd"
+    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
+    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation. Both need
+    ``aggregation="gradients"``."""
 
     topology: Topology = "auto"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
@@ -117,6 +127,9 @@ class SelSyncConfig(ReplicaSettings):
         self._check("outer_lr", 0 < self.outer_lr < math.inf, "a positive number")
         momentum = self.outer_momentum
         self._check("outer_momentum", momentum == "auto" or 0 <= momentum < 1, "'auto' or in [0, 1)")
+        if self.low_rank is not None:
+            refused = {"aggregation": (self.aggregation != "gradients", "gradients", "averages none")}
+            self._refuse(f"low_rank={self.low_rank!r} factorizes gradients", "low_rank=None", refused)
         self._check_server()
 
     def _check_server(self) -> None:
@@ -177,6 +190,8 @@ class SelSyncConfig(ReplicaSettings):
                 "average",
                 "compression",
                 "error_feedback",
+                "low_rank",
+                "low_rank_method",
                 "outer_lr",
                 "outer_momentum",
                 "overlap",

@@ -151,6 +151,7 @@ class SelSync(ReplicaMethod):
             "aggregation": self.config.aggregation,
             "outer_lr": self.config.outer_lr,
             "outer_momentum": [self.config.outer_momentum_of(optimizer) for optimizer in self.optimizers],
+            **self.config.low_rank_settings,
         }
 
 

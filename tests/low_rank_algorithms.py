@@ -1,0 +1,72 @@
+"""PowerSGD and ACP-SGD line by line, on the gradients of all workers of one matrix: references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mean(values: Sequence[Tensor]) -> Tensor:
+    """The mean in the order of the workers."""
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total / len(values)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    return torch.linalg.qr(matrix).Q
+
+
+class PowerSGD:
+    """Algorithm 1 of Vogels et al. within error feedback (Algorithm 2), for a matrix of ``shape``."""
+
+    def __init__(self, shape: torch.Size, rank: int, workers: int, feedback: bool = True) -> None:
+        rows, columns = shape[0], shape[1:].numel()
+        self.errors, self.feedback = [torch.zeros(rows, columns) for _ in range(workers)], feedback
+        self.q = torch.randn(columns, rank, generator=torch.Generator().manual_seed(0))  # Algorithm 1, line 1
+        self.t = 0
+
+    def aggregate(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Returns the decompressed mean of the workers' gradients; None: a worker has none, and keeps its error."""
+        deltas = [None if g is None else g.flatten(1).float() + e for g, e in zip(gradients, self.errors, strict=True)]
+        return self.compressed_mean(deltas)
+
+    def compressed_mean(self, deltas: list[Tensor | None]) -> Tensor:
+        p = mean(self.products(deltas, self.q))  # lines 3 and 4
+        p = orthogonalized(p)  # line 5
+        own = self.products(deltas, p, transposed=True)  # line 6
+        self.keep_errors(deltas, [p @ q.T for q in own])
+        self.q = mean(own)  # line 7
+        return p @ self.q.T
+
+    def products(self, deltas: list[Tensor | None], factor: Tensor, transposed: bool = False) -> list[Tensor]:
+        rows = self.errors[0].shape[transposed]
+        return [
+            torch.zeros(rows, factor.shape[1]) if d is None else (d.T if transposed else d) @ factor for d in deltas
+        ]
+
+    def keep_errors(self, deltas: list[Tensor | None], sent: list[Tensor]) -> None:
+        for worker, delta in enumerate(deltas):
+            if delta is not None and self.feedback:
+                self.errors[worker] = delta - sent[worker]  # Algorithm 2: memorize local errors
+
+
+class ACPSGD(PowerSGD):
+    """The alternate compression of Zhang et al.: P in one step, Q in the next one."""
+
+    def compressed_mean(self, deltas: list[Tensor | None]) -> Tensor:
+        self.t += 1
+        if self.t % 2:
+            q = orthogonalized(self.q)
+            own = self.products(deltas, q)
+            self.keep_errors(deltas, [p @ q.T for p in own])
+            self.p = mean(own)
+            return self.p @ q.T
+        p = orthogonalized(self.p)
+        own = self.products(deltas, p, transposed=True)
+        self.keep_errors(deltas, [p @ q.T for q in own])
+        self.q = mean(own)
+        return p @ self.q.T
