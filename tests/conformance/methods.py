@@ -54,7 +54,11 @@ METHODS = {
             "dear",
             DeAR,
             exact={"bucket_mb": 1e-4},
-            typical=({"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"}, {"update": "sharded"}),
+            typical=(
+                {"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"},
+                {"update": "sharded"},
+                {"fusion": "buffer", "bucket_mb": 1e-4, "low_rank": 1},
+            ),
             wrong=("update", "halved"),
             sharded_norm=True,
             sharded=(0,),
@@ -67,6 +71,7 @@ METHODS = {
             typical=(
                 {"delta": 0.2, "smoothing": 0.5, "aggregation": "gradients", "compression": "int8"},
                 {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3, "overlap": "forward", "bucket_mb": 1e-4},
+                {"delta": 0.2, "smoothing": 0.5, "aggregation": "gradients", "low_rank": 1},
             ),
             wrong=("delta", -0.1),
             sharded=(0, 1),
@@ -88,7 +93,11 @@ METHODS = {
             "pipe_sgd",
             PipeSGD,
             exact={"staleness": 0},
-            typical=({}, {"staleness": 2, "compression": "int8", "topology": "tree"}),
+            typical=(
+                {},
+                {"staleness": 2, "compression": "int8", "topology": "tree"},
+                {"low_rank": 1, "low_rank_method": "power_sgd"},
+            ),
             wrong=("staleness", -1),
             sharded=(0, 1),
         ),
