@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import benchmarks.baselines  # adds what trains tasks
 import benchmarks.tasks.mnist1d
 import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
@@ -30,6 +31,7 @@ class Converge(converge.Converge):
     Attributes:
         task: Those of pipesync bench converge, mnist1d (digits as signals, accuracy) or signals (noisy curves,
             accuracy).
+        methods: Those of pipesync bench converge, and ddp_powersgd, torch's own PowerSGD under DDP (:rank=4,start=2).
         compute: Emulated computation: the least time of each pass of a rank, e.g. 100ms; it sleeps for the rest.
         slow: HOST:SHARE% for a rank that computes at that share of the speed (3:50%). May be given again.
         stalls: SHARE%:FACTOR for passes that stall at random (5%:10): that share of them takes longer, by an

@@ -23,9 +23,9 @@ class Step(step.Step):
     Attributes:
         model: transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
-        methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
-            the papers' baselines; dear-rs and dear-ag, half of DeAR; and methods of this package, each with settings
-            if need be, as with `pipesync bench step`.
+        methods: What is compared: ddp, fsdp2, zero; ddp_powersgd, torch's PowerSGD under DDP; serial, wfbp, mg-wfbp,
+            horovod, horovod-bo, byte-scheduler and ps, the papers' baselines; dear-rs and dear-ag, half of DeAR; and
+            methods of this package, each with settings if need be, as with `pipesync bench step`.
         bucket_mb: Bucket sizes in MiB of DDP, of methods with buckets whose settings choose no size, and of
             ByteScheduler's pieces; the baseline is DDP with its best size.
     """

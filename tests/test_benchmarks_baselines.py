@@ -13,6 +13,7 @@ from benchmarks.baselines import ByteScheduler
 from benchmarks.baselines.grouped import merged
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.lab.bench import training
 from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
 from lightning_pipesync.lab.bench.models import build_model
 from tests.harness import launch
@@ -61,6 +62,29 @@ def test_trains_what_ddp_trains() -> None:
     for name in names:
         assert torch.equal(first[name], second[name])
         assert torch.equal(first[name], first["ddp"]), name
+
+
+def train_low_rank() -> tuple[torch.Tensor, float, float]:
+    """Returns the weights after four steps, and the MiB that were sent before and after the last one."""
+    config_type, make = training.ALTERNATIVES["ddp_powersgd"]
+    torch.manual_seed(0)
+    candidate = make(build_model("cnn"), config_type(rank=1))
+    for _ in range(3):
+        candidate.step()
+    before = candidate.mib_sent
+    candidate.step()
+    weights = torch.cat([parameter.detach().flatten() for parameter in candidate.model.module.parameters()])
+    candidate.close()
+    return weights, before, candidate.mib_sent
+
+
+def test_power_sgd_sends_factors() -> None:
+    """All ranks have the same weights; the first two steps send gradients, the others less."""
+    (first, before, after), (second, _, _) = launch(train_low_rank, 2)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+    assert 0 < 2 * (after - before) < first.nbytes / 2**20
+    assert before == pytest.approx(2 * first.nbytes / 2**20 + after - before)
 
 
 def priorities() -> list[int]:

@@ -9,6 +9,8 @@ from benchmarks.baselines.byte_scheduler import ByteScheduler
 from benchmarks.baselines.central_server import ParameterServerBaseline
 from benchmarks.baselines.grouped import AllGatherOnly, GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
 from benchmarks.baselines.horovod import Horovod, TunedHorovod
+from benchmarks.baselines.power_sgd import DDPWithPowerSGD, PowerSGDConfig
+from lightning_pipesync.lab.bench import training
 from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
 from lightning_pipesync.lab.bench.method_candidate import MakeCandidate
 from lightning_pipesync.lab.bench.models import BenchModel
@@ -24,6 +26,11 @@ def wfbp(model: BenchModel) -> GroupedAllReduce:
     return GroupedAllReduce("WFBP", model, "baseline", bucket_mb=None)
 
 
+def power_sgd(model: BenchModel, bucket_mb: float) -> DDPWithPowerSGD:
+    """DDP with torch's own PowerSGD."""
+    return DDPWithPowerSGD(model, PowerSGDConfig(bucket_mb=bucket_mb))
+
+
 #: By name, a function of the bucket sizes in MiB.
 BASELINES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "serial": lambda sizes: [partial(serial, bucket_mb=size) for size in sizes],
@@ -35,5 +42,7 @@ BASELINES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "ps": lambda _: [ParameterServerBaseline],
     "dear-rs": lambda sizes: [partial(ReduceScatterOnly, bucket_mb=size) for size in sizes],
     "dear-ag": lambda sizes: [partial(AllGatherOnly, bucket_mb=size) for size in sizes],
+    "ddp_powersgd": lambda sizes: [partial(power_sgd, bucket_mb=sizes[0])],
 }
 ALTERNATIVES |= BASELINES
+training.ALTERNATIVES["ddp_powersgd"] = (PowerSGDConfig, DDPWithPowerSGD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -42,10 +42,18 @@ class DDPConfig:
             raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
 
 
+#: By name, what trains a task besides this package's methods: its settings, and what makes a candidate of a model.
+ALTERNATIVES: dict[str, tuple[type[Any], Callable[[BenchModel, Any], Trainable]]] = {
+    "alone": (AloneConfig, lambda model, _: without_communication(model)),
+    "ddp": (DDPConfig, lambda model, config: ddp(model, config.bucket_mb)),
+}
+
+
 def config_types() -> dict[str, type[Any]]:
     """Returns the dataclass of the settings of everything that trains a task, by name."""
     methods = [name for name, method in METHODS.items() if not method.makes_passes]
-    return {"alone": AloneConfig, "ddp": DDPConfig, **{name: lab_of(name).training_config_type for name in methods}}
+    alternatives = {name: config_type for name, (config_type, _) in ALTERNATIVES.items()}
+    return {**alternatives, **{name: lab_of(name).training_config_type for name in methods}}
 
 
 def compared_trainings() -> tuple[str, ...]:
@@ -165,10 +173,9 @@ class Training:
 
 
 def _candidate(task: Task, model: BenchModel, name: str, config: Any) -> Trainable:
-    if name == "alone":
-        return without_communication(model)
-    if name == "ddp":
-        return ddp(model, config.bucket_mb)
+    if name in ALTERNATIVES:
+        _, make = ALTERNATIVES[name]
+        return make(model, config)
     divided_data = task.labels_per_worker is not None
     return MethodCandidate(model, METHODS[name], lab_of(name).training(config, dist.get_world_size(), divided_data))
 

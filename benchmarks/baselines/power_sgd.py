@@ -1,0 +1,64 @@
+"""DDP with torch's own communication hook for PowerSGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.lab.bench.candidates import Wrapped
+from lightning_pipesync.lab.bench.models import BenchModel
+
+
+@dataclass(frozen=True)
+class PowerSGDConfig:
+    """Settings of DDP with PowerSGD."""
+
+    rank: int = 4
+    """r: columns of the factors of a gradient."""
+
+    start: int = 2
+    """Steps with uncompressed gradients before, 2 at least."""
+
+    bucket_mb: float = 25.0
+    """MiB of a bucket of gradients."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("start", 2)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}.")
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
+
+
+class DDPWithPowerSGD(Wrapped):
+    """PowerSGD with error feedback and warm start, of every gradient whose factors are smaller."""
+
+    def __init__(self, model: BenchModel, config: PowerSGDConfig) -> None:
+        module = DistributedDataParallel(model.module, bucket_cap_mb=config.bucket_mb)
+        state = PowerSGDState(None, config.rank, start_powerSGD_iter=config.start, min_compression_rate=1)
+        module.register_comm_hook(state, powerSGD_hook)
+        super().__init__(f"DDP, PowerSGD of rank {config.rank}", model, module, "baseline")
+        self._config = config
+
+    @property
+    def mib_sent(self) -> float:
+        """The least MiB of all-reduces of the factors and of the other gradients, those of a ring."""
+        share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+        uncompressed = min(self._num_steps, self._config.start)
+        compressed = (self._num_steps - uncompressed) * self._compressed_bytes
+        return share * (uncompressed * self._num_bytes + compressed) / MIB
+
+    @property
+    def _compressed_bytes(self) -> int:
+        num_bytes = 0
+        for parameter in self.module.parameters():
+            numel = parameter.numel()
+            if parameter.dim() > 1:
+                rows = parameter.shape[0]
+                numel = min(numel, self._config.rank * (rows + numel // rows))
+            num_bytes += numel * parameter.element_size()
+        return num_bytes
