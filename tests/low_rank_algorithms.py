@@ -38,7 +38,7 @@ class PowerSGD:
         p = mean(self.products(deltas, self.q))  # lines 3 and 4
         p = orthogonalized(p)  # line 5
         own = self.products(deltas, p, transposed=True)  # line 6
-        self.keep_errors(deltas, [p @ q.T for q in own])
+        self.keep_errors(deltas, [(p, q) for q in own])
         self.q = mean(own)  # line 7
         return p @ self.q.T
 
@@ -48,10 +48,10 @@ class PowerSGD:
             torch.zeros(rows, factor.shape[1]) if d is None else (d.T if transposed else d) @ factor for d in deltas
         ]
 
-    def keep_errors(self, deltas: list[Tensor | None], sent: list[Tensor]) -> None:
-        for worker, delta in enumerate(deltas):
+    def keep_errors(self, deltas: list[Tensor | None], factors: list[tuple[Tensor, Tensor]]) -> None:
+        for worker, (delta, (p, q)) in enumerate(zip(deltas, factors, strict=True)):
             if delta is not None and self.feedback:
-                self.errors[worker] = delta - sent[worker]  # Algorithm 2: memorize local errors
+                self.errors[worker] = torch.addmm(delta, p, q.T, alpha=-1)  # Algorithm 2: delta - p q^T
 
 
 class ACPSGD(PowerSGD):
@@ -62,11 +62,11 @@ class ACPSGD(PowerSGD):
         if self.t % 2:
             q = orthogonalized(self.q)
             own = self.products(deltas, q)
-            self.keep_errors(deltas, [p @ q.T for p in own])
+            self.keep_errors(deltas, [(p, q) for p in own])
             self.p = mean(own)
             return self.p @ q.T
         p = orthogonalized(self.p)
         own = self.products(deltas, p, transposed=True)
-        self.keep_errors(deltas, [p @ q.T for q in own])
+        self.keep_errors(deltas, [(p, q) for q in own])
         self.q = mean(own)
         return p @ self.q.T

@@ -19,7 +19,7 @@ from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, Lo
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import assert_raised, on_ranks, raised
+from tests.harness import assert_raised, launch, on_ranks, raised
 from tests.low_rank_algorithms import ACPSGD, PowerSGD, mean
 from tests.models import OPTIMIZERS, Run, assert_same, batch, loss, seeded_mlp, state
 
@@ -214,6 +214,12 @@ def half_of(one: FactorizedGradient, rows: int, orthonormal: bool) -> Tensor:
     return part
 
 
+def approximation(one: FactorizedGradient) -> Tensor:
+    approximated = torch.empty(one.shape)
+    one.approximate(approximated)
+    return approximated
+
+
 def test_factors_of_full_rank_are_the_gradient() -> None:
     """But for rounding; nothing remains."""
     gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
@@ -222,13 +228,13 @@ def test_factors_of_full_rank_are_the_gradient() -> None:
     part = half_of(one, 8, orthonormal=True)
     one.subtract(part)
     one.receive(part)
-    torch.testing.assert_close(one.approximation(), gradient)
+    torch.testing.assert_close(approximation(one), gradient)
     torch.testing.assert_close(one.residual, torch.zeros(5, 8), rtol=0, atol=1e-5)
     square = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
     one = factorized((6, 6), 6, square)
     part = half_of(one, 6, orthonormal=True)
     one.receive(part)
-    torch.testing.assert_close(one.approximation(), square)
+    torch.testing.assert_close(approximation(one), square)
 
 
 @pytest.mark.parametrize("low_rank_method", ALGORITHMS)
@@ -306,6 +312,28 @@ def two_passes() -> list[tuple[str, str] | None]:
 def test_a_gradient_that_was_factorized_is_not_changed() -> None:
     for [outcome] in on_ranks(two_passes, 2):
         assert_raised(outcome, "RuntimeError", "low_rank=2", "no_sync()")
+
+
+def lose_a_rank(method: str) -> tuple[str, str]:
+    """Rank 1 raises between two steps, and lives on."""
+    make, settings = METHODS[method]
+    run = Run(make, low_rank=RANK, low_rank_method="power_sgd", timeout_s=300, **settings)
+    try:
+        for step in range(100):
+            if step == 3 and dist.get_rank() == 1:
+                raise KeyError("a bug")
+            run.step(step)
+    except Exception as error:
+        run.sync.detach(timeout_s=1.0)
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nobody_waits_for_a_lost_rank(method: str) -> None:
+    other, lost = launch(lose_a_rank, 2, method)
+    assert_raised(other, "RuntimeError", "rank 1")
+    assert_raised(lost, "KeyError", "a bug")
 
 
 REFUSED = [

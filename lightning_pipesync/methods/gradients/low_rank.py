@@ -73,15 +73,20 @@ class FactorizedGradient:
 
     def subtract(self, part: Tensor) -> None:
         """Leaves what this rank's ``part`` does not express; zero where that is not finite."""
-        self.residual.sub_(self._product(part)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        first, second = (part, self._known.T) if self.side == P else (self._known, part.T)
+        self.residual.addmm_(first, second, alpha=-1).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def receive(self, mean: Tensor) -> None:
         """Takes the mean of all ranks' parts; the other factor is next."""
         self.factor, self.side = mean.clone(), Q if self.side == P else P
 
-    def approximation(self) -> Tensor:
-        """Returns P Q^T, after :meth:`receive`: shape ``[n, m]``."""
-        return self.factor @ self._known.T if self.side == Q else self._known @ self.factor.T
+    def approximate(self, gradient: Tensor) -> None:
+        """Overwrites ``gradient`` with P Q^T, after :meth:`receive`."""
+        first, second = (self.factor, self._known.T) if self.side == Q else (self._known, self.factor.T)
+        if gradient.is_contiguous() and gradient.dtype == first.dtype:
+            torch.mm(first, second, out=gradient.flatten(1))
+        else:
+            gradient.copy_((first @ second).view(gradient.shape))
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": self.residual, "factor": self.factor, "side": self.side}
@@ -89,9 +94,6 @@ class FactorizedGradient:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.residual.copy_(state["residual"])
         self.factor, self.side = state["factor"].to(self.residual), state["side"]
-
-    def _product(self, part: Tensor) -> Tensor:
-        return part @ self._known.T if self.side == P else self._known @ part.T
 
 
 class LowRankGradients:
@@ -171,7 +173,7 @@ class LowRankBucket:
                 continue
             factorized.receive(mean)
             if round_ == self.num_rounds - 1:
-                view.copy_(factorized.approximation().view(view.shape))
+                factorized.approximate(view)
 
     def _buffer(self, round_: int) -> tuple[Bucket, list[int]]:
         """Returns the buffer of this round, and the indices of the parameters whose values it has."""
