@@ -16,6 +16,7 @@ from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, make_hosts, run_on
 from lightning_pipesync.lab.bench.job import launched
 from lightning_pipesync.lab.bench.models import EMULATED, TABLES
+from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import considered, predict
@@ -67,7 +68,8 @@ class Accuracy(Command):
         """Measures and writes plan by plan."""
         results = accuracy_report.read(self.output / "accuracy.json")
         each = [replace(self, models=(model,), ratio=(ratio,)) for model, ratio in product(self.models, self.ratio)]
-        all_hosts = [hosts for rate in self.rates or (None,) for hosts in make_hosts(self.hosts, rate, 1, None)]
+        all_links = [LinkOptions(rate=rate) for rate in self.rates or (None,)]
+        all_hosts = [hosts for links in all_links for hosts in make_hosts(self.hosts, links)]
         if launched() and len(each) > 1:
             raise ValueError(
                 f"models={[*self.models]}, ratio={[*self.ratio]}: a launcher's ranks measure one model and one ratio."

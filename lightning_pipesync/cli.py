@@ -16,7 +16,7 @@ from typing import Any
 from lightning_pipesync import __version__
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.drill.command import Drill
-from lightning_pipesync.lab.netlab.command import netlab
+from lightning_pipesync.lab.netlab.command import Netlab
 from lightning_pipesync.lab.plan.command import Plan
 from lightning_pipesync.launch.command import Launch, split_command, starts_replicas
 from lightning_pipesync.launch.lighthouse import Lighthouse
@@ -29,7 +29,7 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
     "launch": Launch,
     "lighthouse": Lighthouse,
     "plan": Plan,
-    "netlab": netlab,
+    "netlab": Netlab,
     "drill": Drill,
     "bench": {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",

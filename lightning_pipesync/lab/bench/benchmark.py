@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from lightning_pipesync.lab.bench.job import Hosts, launched, run_job
 from lightning_pipesync.lab.bench.tables import environment, show, write_results
 from lightning_pipesync.lab.bench.worker import Measure
+from lightning_pipesync.lab.netlab.options import LinkOptions
 
 #: Called with a description after each part of a benchmark.
 Progress = Callable[[str], object]
@@ -71,23 +72,17 @@ class Command(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark(Command):
+class Benchmark(Command, LinkOptions):
     """A command that measures on several ranks.
 
     Attributes:
         hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
-        rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
-        racks: Number of racks in the emulated network.
-        uplink: Rate of each rack's link to the others, e.g. 200mbit.
 
     Raises:
         ValueError: an option is out of its range; the message names it and its value.
     """
 
     hosts: tuple[int, ...] = (2,)
-    rate: str | None = None
-    racks: int = 1
-    uplink: str | None = None
 
     def __post_init__(self) -> None:
         self._all_hosts()
@@ -105,20 +100,21 @@ class Benchmark(Command):
         return run_on(type(self).measure, self, self._all_hosts(), self.num_measurements)
 
     def _all_hosts(self) -> list[Hosts]:
-        return make_hosts(self.hosts, self.rate, self.racks, self.uplink)
+        return make_hosts(self.hosts, self)
 
 
 _ABOUT_HOSTS = {field.name for field in fields(Benchmark)}
 
 
-def make_hosts(counts: Sequence[int], rate: str | None, racks: int, uplink: str | None) -> list[Hosts]:
+def make_hosts(counts: Sequence[int], links: LinkOptions) -> list[Hosts]:
     """Returns the hosts to run on, for each number of hosts; ValueError if these or the network are wrong."""
-    if rate is None and (racks != 1 or uplink is not None):
-        raise ValueError(f"racks={racks} and uplink={uplink!r} describe an emulated network: give its rate, too.")
+    links = LinkOptions(**{field.name: getattr(links, field.name) for field in fields(LinkOptions)})
     for count in counts:
         if count < 2:
             raise ValueError(f"hosts={[*counts]}: a benchmark of communication needs at least 2.")
-    return [Hosts(count, rate, racks, uplink) for count in counts]
+        if links != LinkOptions():
+            links.network(count)  # which refuses what is wrong, before anything has run
+    return [Hosts(count, links) for count in counts]
 
 
 def run_on(measure: Measure, settings: Any, all_hosts: Sequence[Hosts], num_measurements: int) -> list[dict[str, Any]]:
@@ -128,7 +124,7 @@ def run_on(measure: Measure, settings: Any, all_hosts: Sequence[Hosts], num_meas
         with progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:
             result = run_job(measure, settings, hosts, advance)
         if result is not None:
-            rate = None if launched() else hosts.rate
+            rate = None if launched() else hosts.links.in_words()
             results.append({**result, "rate": rate, "environment": environment()})
     return results
 

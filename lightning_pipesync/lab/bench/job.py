@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from lightning_pipesync.lab import netlab
 from lightning_pipesync.lab.bench.worker import PROGRESS, Measure, run_rank, words_for
-from lightning_pipesync.lab.netlab import Network
+from lightning_pipesync.lab.netlab.options import LinkOptions
 
 #: The number of lines of output that an error message quotes.
 QUOTED = 20
@@ -34,11 +34,8 @@ class Hosts:
     """The hosts of a benchmark, with a rank each."""
 
     count: int
-    #: Of each host's link in the notation of ``tc`` ("1gbit"); None for processes on this machine, over loopback.
-    rate: str | None = None
-    racks: int = 1
-    #: The rate of each rack's link to the others.
-    uplink: str | None = None
+    #: Without a rate they are processes on this machine, which talk over loopback.
+    links: LinkOptions = field(default_factory=LinkOptions)
 
 
 def launched() -> bool:
@@ -67,10 +64,10 @@ def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[s
             else:
                 last.append(f"rank {rank}: {line.rstrip()}")
 
-        if hosts.rate is None:
+        if hosts.links.rate is None:
             status = _run_here(command, hosts.count, on_line)
         else:
-            with Network(hosts.count, hosts.rate, hosts.racks, hosts.uplink) as network:
+            with hosts.links.network(hosts.count) as network:
                 status = netlab.run_job(network, command, output=on_line)
         if status or not result.exists():
             raise RuntimeError("\n".join([f"The benchmark ended with exit status {status}.", *last]))

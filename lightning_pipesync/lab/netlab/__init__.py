@@ -1,4 +1,4 @@
-"""Emulates hosts on a slow network on one Linux machine: network namespaces, veth pairs, bridges, token buckets."""
+"""Emulates hosts on a slow network on one Linux machine, in network namespaces with links of limited bandwidth."""
 
 from lightning_pipesync.lab.netlab.faults import Fault, Freeze, Kill, Slow
 from lightning_pipesync.lab.netlab.job import TIMED_OUT, run_job

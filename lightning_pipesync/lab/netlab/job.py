@@ -63,6 +63,7 @@ def run_job(
 
     Raises:
         ValueError: no command, an unknown host, or a timeout that is not positive; nothing was started.
+        RuntimeError: the program that forwards the packets of the network has ended.
     """
     faults = list(faults)
     check_job(network.hosts, command, faults, timeout_s)
@@ -120,8 +121,12 @@ class _Job:
         self._events = selectors.DefaultSelector()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._forwarder: int | None = None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        if self._network.forwarder is not None:  # Without it, hosts would wait for each other for ever.
+            self._forwarder = os.pidfd_open(self._network.forwarder.pid)
+            self._events.register(self._forwarder, selectors.EVENT_READ)
         for number in range(self._network.hosts):
             namespace = self._network.namespace(number)
             variables = {**shared_environment(self._network.hosts), **self._network.environment(number), **environment}
@@ -192,6 +197,8 @@ class _Job:
             self._read_all(host)
             self._show(host, host.lines.end())
             host.close()
+        if self._forwarder is not None:
+            os.close(self._forwarder)
         self._events.close()
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
@@ -199,6 +206,13 @@ class _Job:
 
     def _handle_events(self, timeout: float | None) -> None:
         for key, _ in self._events.select(timeout):
+            if key.fd == self._forwarder:
+                self._events.unregister(key.fd)
+                if not self._ending:
+                    raise RuntimeError(
+                        "The forwarder of the network's packets has ended, and with it the job: make a new network."
+                    )
+                continue
             host: _Host = key.data
             if key.fd == host.pipe:
                 self._read(host)

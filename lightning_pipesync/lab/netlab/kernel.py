@@ -24,8 +24,11 @@ from lightning_pipesync.lab.netlab.processes import NAMESPACES, kill
 INTERFACE = "eth0"
 
 _NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
-#: The longest time of a packet in a queue before it is dropped.
-_LATENCY = "100ms"
+#: The longest time in ms of a packet in a queue before it is dropped.
+LONGEST_MS = 100
+_LATENCY = f"{LONGEST_MS}ms"
+#: A token bucket has at least so many bytes, and those of so many seconds at its rate.
+LEAST_BURST, BURST_S = 72 * 1024, 0.002
 _KERNEL_OPTIONS = {"bridge": "CONFIG_BRIDGE", "veth": "CONFIG_VETH", "tbf": "CONFIG_NET_SCH_TBF"}
 
 # pyroute2 creates a namespace in a new process, for which 2 seconds are too few on a busy machine.
@@ -83,19 +86,25 @@ def add_switches(switch: str, racks: int, uplink: int | None) -> None:
                 _shape(route, f"down{rack}", uplink, master=core)
 
 
-def add_hosts(switch: str, hosts: Sequence[tuple[str, int, int]], addresses: Sequence[str], prefix: int) -> None:
+def connect_hosts(switch: str, hosts: Sequence[tuple[str, int, int]]) -> None:
     """Connects hosts to the bridges of their racks.
 
-    ``hosts`` has the namespace of each, the bits per second of its link each way, and the number of its rack;
-    ``prefix`` is the prefix length of their network. RuntimeError if the kernel lacks veth pairs or the token bucket.
+    ``hosts`` has the namespace of each, the bits per second of its link in the direction to it, and the number of its
+    rack. RuntimeError if the kernel lacks veth pairs or the token bucket.
     """
     with _inside(switch), IPRoute() as route:
         for number, (namespace, rate, rack) in enumerate(hosts):
             _add_veth_pair(route, f"host{number}", INTERFACE, namespace)
             _shape(route, f"host{number}", rate, master=_index(route, f"rack{rack}"))
-    for (namespace, rate, _), address in zip(hosts, addresses, strict=True):
-        with _inside(namespace), IPRoute() as route:
-            route.addr("add", index=_shape(route, INTERFACE, rate), address=address, prefixlen=prefix)
+
+
+def set_up_host(namespace: str, rate: int, address: str, prefix: int) -> None:
+    """Sets up a host's interface with the bits per second of its link in the direction from it.
+
+    ``prefix`` is the prefix length of the network of its address. RuntimeError if the kernel lacks the token bucket.
+    """
+    with _inside(namespace), IPRoute() as route:
+        route.addr("add", index=_shape(route, INTERFACE, rate), address=address, prefixlen=prefix)
 
 
 def set_link(namespace: str, name: str, up: bool) -> None:
@@ -140,7 +149,7 @@ def burst_bytes(rate: int) -> int:
     to be divided otherwise, and 2 ms at the rate, the period of its timers. More would let whole messages pass at once
     after a pause.
     """
-    return max(72 * 1024, rate // 8 // 500)
+    return max(LEAST_BURST, int(rate / 8 * BURST_S))
 
 
 @contextmanager

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import Popen
 from types import TracebackType
 
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.netlab.faults import check_host
-from lightning_pipesync.lab.netlab.processes import deferred_signals, raising_signals
-from lightning_pipesync.lab.netlab.units import parse_rate
+from lightning_pipesync.lab.netlab.processes import NAMESPACES, deferred_signals, raising_signals
+from lightning_pipesync.lab.netlab.units import Way, parse_rate, parse_way
 
 #: Reserved for benchmarks of networks (RFC 2544), so that no name server or proxy of the machine has such an address.
 _SUBNET = ipaddress.ip_network("198.18.0.0/16")
@@ -36,14 +37,20 @@ class Network:
 
     Args:
         hosts: the number of hosts, which are numbered from 0.
-        rate: the rate of each host's link, each way, such as ``"1gbit"``.
+        rate: the rate of each host's link, such as ``"1gbit"``, each way, or to the host if there is an ``up_rate``.
         racks: the number of racks, which the hosts are divided into evenly, in order. Each rack has a switch, and a
             core switch connects them.
         uplink: the rate between each rack and the core, each way; None means ``rate``. Only with several racks.
-        host_rates: the rates of hosts whose links differ.
+        host_rates: the rates of hosts whose links are slower than others, each way.
+        up_rate: the rate of each host's link in the direction from it.
+        delay: the time from a host to another one, one way, such as ``"40ms"``; half of a round trip.
+        jitter: by how much the delay of a packet is more or less, at most, uniformly distributed. Packets do not
+            overtake each other.
+        loss: the share of packets of 1500 bytes that are lost between two hosts, such as ``"0.1%"``, independently.
+        uplink_delay, uplink_jitter, uplink_loss: the same between two racks, in addition.
 
     Raises:
-        ValueError: a rate, the racks or a host are invalid.
+        ValueError: a rate, a delay, a share, the racks or a host are invalid.
         RuntimeError: on entering, if this machine lacks a requirement; nothing is left behind.
     """
 
@@ -54,26 +61,45 @@ class Network:
         racks: int = 1,
         uplink: str | None = None,
         host_rates: Mapping[int, str] | None = None,
+        *,
+        up_rate: str | None = None,
+        delay: str | None = None,
+        jitter: str | None = None,
+        loss: str | None = None,
+        uplink_delay: str | None = None,
+        uplink_jitter: str | None = None,
+        uplink_loss: str | None = None,
     ) -> None:
         if not 1 <= hosts <= _MOST_HOSTS:
             raise ValueError(f"hosts must be between 1 and {_MOST_HOSTS}, got {hosts}.")
         if racks < 1 or hosts % racks:
             raise ValueError(f"racks must divide the {hosts} hosts evenly, got {racks}.")
-        if uplink is not None and racks == 1:
-            raise ValueError("uplink is the link between racks: it needs racks of 2 or more.")
+        between_racks = {"uplink": uplink, "uplink_delay": uplink_delay}
+        between_racks |= {"uplink_jitter": uplink_jitter, "uplink_loss": uplink_loss}
+        for name, value in between_racks.items():
+            if value is not None and racks == 1:
+                raise ValueError(f"{name} is the link between racks: it needs racks of 2 or more.")
         self.hosts, self.racks = hosts, racks
-        self.rates = [parse_rate(rate)] * hosts
+        #: Bits per second of each host's link, to it and from it.
+        self.rates, self.up_rates = [parse_rate(rate)] * hosts, [parse_rate(up_rate or rate)] * hosts
         for host, slower in (host_rates or {}).items():
             check_host(host, hosts, "host_rates")
             self.rates[host] = parse_rate(slower)
+            self.up_rates[host] = self.rates[host] if up_rate is None else min(self.rates[host], self.up_rates[host])
         self._uplink = parse_rate(uplink or rate) if racks > 1 else None
+        self._way = parse_way(delay, jitter, loss)
+        self._uplink_way = parse_way(uplink_delay, uplink_jitter, uplink_loss, "uplink_")
+        #: The program that forwards all packets; None: the kernel does.
+        self.forwarder: Popen[bytes] | None = None
         self._prefix = ""
         self._exit = ExitStack()
 
     def __enter__(self) -> Network:
         check_requirements()
-        from lightning_pipesync.lab.netlab import kernel
+        from lightning_pipesync.lab.netlab import forwarding, kernel
 
+        if self._is_forwarded:
+            forwarding.check_devices()
         kernel.remove_leftovers()
         self._prefix = kernel.name_prefix(next(_serials))
         with ExitStack() as undo:
@@ -128,7 +154,8 @@ class Network:
         """Returns whether the link of a host is in order."""
         from lightning_pipesync.lab.netlab import kernel
 
-        return kernel.has_carrier(self.namespace(host), kernel.INTERFACE)
+        namespace, name = self._ends_of(host)[0]
+        return kernel.has_carrier(namespace, name)
 
     def part(self) -> None:
         """Cuts the first rack off the others."""
@@ -138,7 +165,7 @@ class Network:
         """Returns whether the first rack is cut off."""
         from lightning_pipesync.lab.netlab import kernel
 
-        return not kernel.has_carrier(self._switch, "down0")
+        return not kernel.has_carrier(self._links_of_kernel, "down0")
 
     def lose_packets(self, host: int) -> None:
         """Makes the link of a host so thin, in both directions, and its queues so short that packets are lost."""
@@ -151,8 +178,8 @@ class Network:
         """Undoes :meth:`lose_packets`."""
         from lightning_pipesync.lab.netlab import kernel
 
-        for namespace, name in self._ends_of(host):
-            kernel.widen_queue(namespace, name, self.rates[host])
+        for (namespace, name), rate in zip(self._ends_of(host), (self.up_rates[host], self.rates[host]), strict=True):
+            kernel.widen_queue(namespace, name, rate)
 
     def packets_lost(self, host: int) -> int:
         """Returns how many packets the queues of a host's link have dropped, in both directions."""
@@ -164,15 +191,29 @@ class Network:
     def _switch(self) -> str:
         return f"{self._prefix}switch"
 
+    @property
+    def _links_of_kernel(self) -> str:
+        """The namespace of the switches; RuntimeError if there are none."""
+        if self._is_forwarded:
+            raise RuntimeError(
+                "A network with delays, jitter or loss has no switch: its links cannot be cut, and their queues not "
+                "be limited. Leave out the delays."
+            )
+        return self._switch
+
+    @property
+    def _is_forwarded(self) -> bool:
+        return any(way != Way() for way in (self._way, self._uplink_way))
+
     def _ends_of(self, host: int) -> list[tuple[str, str]]:
         from lightning_pipesync.lab.netlab.kernel import INTERFACE
 
-        return [(self.namespace(host), INTERFACE), (self._switch, f"host{host}")]
+        return [(self.namespace(host), INTERFACE), (self._links_of_kernel, f"host{host}")]
 
     def _set_link(self, name: str, up: bool) -> None:
         from lightning_pipesync.lab.netlab import kernel
 
-        kernel.set_link(self._switch, name, up)
+        kernel.set_link(self._links_of_kernel, name, up)
 
     def _create(self) -> None:
         from lightning_pipesync.lab.netlab import kernel
@@ -180,15 +221,40 @@ class Network:
         numbers, switch = range(self.hosts), self._switch
         for name in (switch, *map(self.namespace, numbers)):
             kernel.create(name)
-        kernel.add_switches(switch, self.racks, self._uplink)
-        hosts = [(self.namespace(host), self.rates[host], host * self.racks // self.hosts) for host in numbers]
-        kernel.add_hosts(switch, hosts, [*map(self.address, numbers)], _SUBNET.prefixlen)
+        racks = [host * self.racks // self.hosts for host in numbers]
+        if self._is_forwarded:
+            self._start_forwarder(racks)
+        else:
+            kernel.add_switches(switch, self.racks, self._uplink)
+            kernel.connect_hosts(switch, [*zip(map(self.namespace, numbers), self.rates, racks, strict=True)])
+        for host in numbers:
+            kernel.set_up_host(self.namespace(host), self.up_rates[host], self.address(host), _SUBNET.prefixlen)
+
+    def _start_forwarder(self, racks: Sequence[int]) -> None:
+        from lightning_pipesync.lab.netlab import forwarding, kernel
+
+        settings = {
+            "interface": kernel.INTERFACE,
+            "namespaces": [str(NAMESPACES / self.namespace(host)) for host in range(self.hosts)],
+            "addresses": [self.address(host) for host in range(self.hosts)],
+            "racks": racks,
+            "rates": [rate / 8 for rate in self.rates],
+            "uplink": (self._uplink or 0) / 8,
+            "burst_s": kernel.BURST_S,
+            "least_burst": kernel.LEAST_BURST,
+            "longest_s": kernel.LONGEST_MS / 1e3,
+            "way": self._way,
+            "uplink_way": self._uplink_way,
+        }
+        self.forwarder = forwarding.start(self._switch, settings)
 
     def _remove(self) -> None:
         from lightning_pipesync.lab.netlab import kernel
 
         with deferred_signals():
             kernel.remove(self._prefix)
+            if self.forwarder is not None:
+                self.forwarder.wait()
 
 
 def check_requirements() -> None:

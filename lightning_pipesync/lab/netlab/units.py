@@ -1,10 +1,12 @@
-"""Parsers of rates, durations and shares."""
+"""Parsers of rates, durations, shares, and of what befalls packets on their way."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_DELAYS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
 #: The range of the kernel's token bucket, in bits per second: below it, the time of one burst overflows 32 bits; above
 #: it, the bytes per second do.
@@ -41,6 +43,45 @@ def parse_share(text: str) -> float:
     if unit != "%" or not 0 < number < 100:
         raise ValueError(f"{text!r} is not a share: write more than 0% and less than 100%, as in 50%.")
     return number / 100
+
+
+class Way(NamedTuple):
+    """What befalls packets on their way between two places, in one direction."""
+
+    delay_s: float = 0.0
+    jitter_s: float = 0.0  #: by how much a packet's delay is more or less, at most
+    loss: float = 0.0  #: share of packets
+
+
+def parse_way(delay: str | None, jitter: str | None, loss: str | None, prefix: str = "") -> Way:
+    """Returns delay, jitter and loss, each 0 if it is None; ``prefix`` is that of the options' names.
+
+    Raises:
+        ValueError: one of them is malformed, or the jitter is more than the delay; the message has the option's name.
+    """
+    delay_s, jitter_s = parse_delay(f"{prefix}delay", delay), parse_delay(f"{prefix}jitter", jitter)
+    if jitter_s > delay_s:
+        raise ValueError(
+            f"{prefix}jitter={jitter!r} is more than {prefix}delay={delay!r}: packets would arrive before they are "
+            "sent. Give a smaller jitter, or a longer delay."
+        )
+    if loss is None:
+        return Way(delay_s, jitter_s)
+    try:
+        return Way(delay_s, jitter_s, parse_share(loss))
+    except ValueError as error:
+        raise ValueError(f"{prefix}loss: {error}") from error
+
+
+def parse_delay(name: str, text: str | None) -> float:
+    """Returns the seconds of a delay such as ``"40ms"``, whose unit must be given; ValueError with the option's name.
+
+    None is no delay.
+    """
+    number, unit = _split("0s" if text is None else text)
+    if unit not in _DELAYS:
+        raise ValueError(f"{name}: {text!r} is not a delay: write a number and us, ms or s, as in 40ms.")
+    return number * _DELAYS[unit]
 
 
 def _split(text: str) -> tuple[float, str]:

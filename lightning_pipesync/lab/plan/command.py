@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lightning_pipesync.core.cluster import Algorithm
+from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.plan.model import PlanSettings
 
 
 @dataclass(frozen=True)
-class Plan(PlanSettings):
+class Plan(PlanSettings, LinkOptions):
     """Measures hosts, network and model, predicts a step with each method, runs the best, and says what to type.
 
     Run it under the launcher of your job, such as torchrun, with the same hosts. Without a launcher it plans for hosts
@@ -21,8 +22,6 @@ class Plan(PlanSettings):
         hosts: Number of hosts, one rank each; 2 if not given. Under a launcher, the launcher's. With --from: of a
             larger or smaller cluster.
         rate: Of each host's link in an emulated network, e.g. 1gbit. With --from: of the links of another cluster.
-        racks: Number of racks in the emulated network.
-        uplink: Rate of each rack's link to the others, e.g. 200mbit.
         from_file: plan.json of an earlier plan, instead of measuring. Written as --from, too.
         ddp_all_reduce: With --from, on another number of hosts than was measured: the algorithm of the all-reduce with
             which DDP is predicted, ring or tree. With auto the one that its backend would choose: the faster with NCCL,
@@ -34,8 +33,6 @@ class Plan(PlanSettings):
 
     hosts: int | None = None
     rate: str | None = None
-    racks: int = 1
-    uplink: str | None = None
     from_file: Path | None = None
     ddp_all_reduce: Algorithm = "auto"
     output: Path | None = None
@@ -65,6 +62,12 @@ class Plan(PlanSettings):
             )
         output = self.output
         if self.from_file is not None:
+            if emulated := self.beside_rate():
+                listed = ", ".join(f"{name}={value!r}" for name, value in emulated.items())
+                raise ValueError(
+                    f"{listed}: with --from nothing is measured in an emulated network. Leave it out; rate "
+                    "is that of other links."
+                )
             work, cluster, result = read_plan(self.from_file, self.hosts, self.rate)
             cluster = cluster.with_algorithm(self.ddp_all_reduce)
             self._check_algorithm(cluster.world_size == result["world_size"])
@@ -72,8 +75,8 @@ class Plan(PlanSettings):
             self._check_algorithm(is_measured=True)
             settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
             num_measurements = 2 + (self.rounds + 1) * (2 + 2 * PROVEN) * (self.rounds > 0)
-            emulated = benchmark.make_hosts([self.hosts or 2], self.rate, self.racks, self.uplink)
-            results = benchmark.run_on(measure_plan, settings, emulated, num_measurements)
+            all_hosts = benchmark.make_hosts([self.hosts or 2], self)
+            results = benchmark.run_on(measure_plan, settings, all_hosts, num_measurements)
             if not results:
                 return  # another rank has them
             if error := results[0].get("error"):
