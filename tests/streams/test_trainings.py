@@ -83,6 +83,7 @@ TRAININGS: dict[str, list[Training]] = {
     "local_sgd": [
         Training("local_sgd", {"period": 2, "average_optimizer_states": True, **SMALL}, "AdamW", clips=True),
         Training("local_sgd", {"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov", "compression": "int8"}),
+        Training("local_sgd", {"period": 2, "overlap_steps": 1, "compression": "chunked_topk"}, side_stream=True),
         Training("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1, **SMALL}),
         Training("local_sgd", {"period": 2, "overlap_steps": 1, "mixing_factor": "progress"}, side_stream=True),
         Training("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1}, flushes=False),
