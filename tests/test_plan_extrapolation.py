@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from benchmarks.baselines.networks import densenet201, inceptionv4
-from lightning_pipesync.core.cluster import BackendCost, Cluster
+from lightning_pipesync.cli import main
+from lightning_pipesync.core.cluster import BackendCost, Cluster, MeasuredCost
 from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.models.networks import bert_base, bert_large, resnet50
 from lightning_pipesync.lab.bench.models.table import ModelTable
-from lightning_pipesync.lab.plan.predictions import fastest
-from lightning_pipesync.lab.plan.saved import changes_since
+from lightning_pipesync.lab.plan.predictions import fastest, predict
+from lightning_pipesync.lab.plan.saved import changes_since, latency_of
 from lightning_pipesync.lab.plan.work import slow_ranks, slowest
 from lightning_pipesync.methods.dear.lab import step_seconds
-from tests.test_plan import MIB, PROFILE, WORK, cluster
+from tests.test_plan import MIB, PROFILE, WORK, by_method, cluster
 
 # --- DeAR, Table II ---------------------------------------------------------------------------------------------------
 
@@ -100,6 +101,64 @@ def test_servers_gain_where_a_host_is_slow() -> None:
     seconds = fastest(work, cluster(1e11))
     assert seconds["parameter_server"] == pytest.approx(0.1143, rel=0.01)
     assert seconds["ddp"] == pytest.approx(0.2, rel=0.01)
+
+
+# --- another latency --------------------------------------------------------------------------------------------------
+
+
+def test_a_latency_takes_the_place_of_the_measured_one_in_each_message() -> None:
+    """Of alpha, 0.1 ms, 0.04 ms are latency: the rest is what processors do."""
+    at = cluster(1e8)
+    far = at.with_latency(40e-3, 4e-5)
+    assert far.latency == 40e-3
+    for before, after in ((at.backend, far.backend), (at.halves, far.halves), *zip_costs(at, far)):
+        assert after.alpha == pytest.approx(before.alpha + 40e-3 - 4e-5)
+        assert after.beta == before.beta
+    more = at.backend.all_reduce(MIB, 4)
+    assert far.backend.all_reduce(MIB, 4) == pytest.approx(more + 6 * (40e-3 - 4e-5)), "6 messages follow each other"
+    assert at.with_latency(4e-5, 4e-5).backend.alpha == at.backend.alpha
+    assert at.with_latency(0.0, 1.0).backend.alpha == 0.0, "noise, which makes no message arrive before it is sent"
+    steps = [by_method(predict(WORK, one)) for one in (at, far)]
+    assert steps[1]["ddp"].seconds > steps[0]["ddp"].seconds + 0.2
+    assert steps[1]["local_sgd"].seconds < 0.5 * steps[1]["ddp"].seconds
+
+
+def zip_costs(*clusters: Cluster) -> list[Any]:
+    """The costs by codec and exchange of each."""
+    costs = [
+        [*one.all_reduces.values(), *(v for of in one.exchanges.values() for v in of.values())] for one in clusters
+    ]
+    return [*zip(*costs, strict=True)]
+
+
+def test_costs_of_several_sizes_are_on_the_line_at_another_latency() -> None:
+    """A small message that took half of the line's time does not save half of the latency."""
+    halves = MeasuredCost(1e-4, 1e-8, world_size=4, ratios=[(4.0, 0.5), (float(MIB), 1.0)])
+    far = replace(cluster(1e8), halves=halves).with_latency(40e-3, 1e-4).halves
+    assert far.reduce_scatter(4, 4) == pytest.approx(3 * 40e-3, rel=1e-3)
+
+
+def test_a_plan_for_another_latency_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = {**result(1e8), "links": {"bandwidth": [], "latency": [[0, 1e-4, 2e-4], [1e-4, 0, 1e-4], [2e-4, 3e-4, 0]]}}
+    saved |= {"findings": [], "codecs": {}, "changes": []}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"kind": "plan", "results": [saved]}))
+    assert latency_of(saved) == pytest.approx(1.5e-4)
+    assert main(["plan", "--from", str(path), "--latency", "40ms"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(extrapolated; nothing was run)" in said
+    assert "on 4 hosts with 800 Mbit/s each and 40 ms one way" in said
+    assert "a message takes 40 ms one way, where 0.15 ms were measured" in said
+    path.write_text(json.dumps({"kind": "plan", "results": [{**saved, "links": None}]}))
+    for words, message in (
+        (["--from", path, "--latency", "40ms"], "latency='40ms': "),
+        (["--from", path, "--latency", "40"], "latency: '40' is not a delay"),
+        (["--from", path, "--delay", "40ms"], "delay='40ms': with --from nothing is measured in an emulated network"),
+        (["--from", path, "--racks", "2"], "racks=2: with --from nothing is measured in an emulated network"),
+        (["--latency", "40ms"], "latency='40ms' is for other links than were measured, with --from"),
+    ):
+        assert main(["plan", *map(str, words)]) == 2
+        assert message in capsys.readouterr().err
 
 
 # --- a second plan ----------------------------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ class Cluster:
     ranks_per_replica: int = 1  # neighboring ranks of a host among which FSDP2 shards a replica
     #: Whether FSDP2's all-reduce between replicas runs under the backward pass: not on a CPU.
     hsdp_overlaps: bool = False
+    latency: float | None = None  # seconds of one way of a message, if it is another one than was measured
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Cluster:
@@ -167,6 +168,20 @@ class Cluster:
 
         # A tree sends more bytes than the ring of which alpha and beta are.
         return replace(self._with_links(changed), bandwidth=bandwidth, tree=None)
+
+    def with_latency(self, latency: float, measured: float) -> Cluster:
+        """Returns the same hosts with links of another latency; both are the seconds of one way.
+
+        What alpha is more than the measured latency, a message takes as before: the processors' time. Costs are on the
+        line of alpha and beta then, as what differed from it differed at the measured latency.
+        """
+
+        def changed(link: L, _: str) -> L:
+            moved = replace(link, alpha=max(0.0, link.alpha - measured) + latency)
+            return replace(moved, ratios=()) if isinstance(moved, MeasuredCost) else moved
+
+        # On a tree other numbers of messages follow each other than in the ring of which alpha and beta are.
+        return replace(self._with_links(changed), latency=latency, torus=None, tree=None)
 
     def with_algorithm(self, algorithm: Algorithm) -> Cluster:
         """Returns the same hosts, among which the backend's all-reduce has another algorithm, unless it is measured."""

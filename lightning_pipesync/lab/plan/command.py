@@ -22,6 +22,8 @@ class Plan(PlanSettings, LinkOptions):
         hosts: Number of hosts, one rank each; 2 if not given. Under a launcher, the launcher's. With --from: of a
             larger or smaller cluster.
         rate: Of each host's link in an emulated network, e.g. 1gbit. With --from: of the links of another cluster.
+        latency: With --from: of the links of another cluster, from a host to another one, one way, e.g. 40ms; half of a
+            ping.
         from_file: plan.json of an earlier plan, instead of measuring. Written as --from, too.
         ddp_all_reduce: With --from, on another number of hosts than was measured: the algorithm of the all-reduce with
             which DDP is predicted, ring or tree. With auto the one that its backend would choose: the faster with NCCL,
@@ -33,6 +35,7 @@ class Plan(PlanSettings, LinkOptions):
 
     hosts: int | None = None
     rate: str | None = None
+    latency: str | None = None
     from_file: Path | None = None
     ddp_all_reduce: Algorithm = "auto"
     output: Path | None = None
@@ -60,15 +63,20 @@ class Plan(PlanSettings, LinkOptions):
                 "torchrun --nnodes 2 --nproc-per-node 2 ... -m lightning_pipesync plan, on emulated hosts within "
                 "pipesync netlab, see docs/plan.md."
             )
+        if self.latency is not None and self.from_file is None:
+            raise ValueError(
+                f"latency={self.latency!r} is for other links than were measured, with --from. In an emulated network, "
+                "it is the delay."
+            )
         output = self.output
         if self.from_file is not None:
             if emulated := self.beside_rate():
                 listed = ", ".join(f"{name}={value!r}" for name, value in emulated.items())
                 raise ValueError(
-                    f"{listed}: with --from nothing is measured in an emulated network. Leave it out; rate "
-                    "is that of other links."
+                    f"{listed}: with --from nothing is measured in an emulated network. Leave it out; rate and latency "
+                    "are those of other links."
                 )
-            work, cluster, result = read_plan(self.from_file, self.hosts, self.rate)
+            work, cluster, result = read_plan(self.from_file, self.hosts, self.rate, self.latency)
             cluster = cluster.with_algorithm(self.ddp_all_reduce)
             self._check_algorithm(cluster.world_size == result["world_size"])
         else:

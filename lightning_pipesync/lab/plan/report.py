@@ -17,6 +17,7 @@ from lightning_pipesync.lab.plan.predictions import (
     is_baseline,
     predict,
 )
+from lightning_pipesync.lab.plan.saved import latency_of
 from lightning_pipesync.lab.plan.text import (
     INDENT,
     Row,
@@ -65,15 +66,20 @@ def _what_is_planned(work: Work, cluster: Cluster, result: Mapping[str, Any]) ->
     if ranks > 1:
         hosts, without = f"{hosts} of {ranks} ranks, which share a replica,", "without communication between hosts"
     return (
-        f"{result['settings']['model']} on {hosts} with {rate(cluster.host_bandwidth)} each: a step {without} "
+        f"{result['settings']['model']} on {hosts} with {rate(cluster.host_bandwidth)} each{_latency(cluster)}: a step "
+        f"{without} "
         f"{milliseconds(work.seconds)}, gradients {ranks * work.num_bytes / MIB:.3g} MiB."
     )
+
+
+def _latency(cluster: Cluster) -> str:
+    return "" if cluster.latency is None else f" and {milliseconds(cluster.latency)} one way"
 
 
 def extrapolated(cluster: Cluster, result: Mapping[str, Any]) -> bool:
     """Returns whether a plan is for another cluster than the one that was measured."""
     at = (result["world_size"], result["cluster"]["bandwidth"])
-    return (cluster.world_size, cluster.bandwidth) != at
+    return (cluster.world_size, cluster.bandwidth) != at or cluster.latency is not None
 
 
 def _assumptions(work: Work, cluster: Cluster, result: Mapping[str, Any], predictions: Sequence[Prediction]) -> str:
@@ -82,11 +88,17 @@ def _assumptions(work: Work, cluster: Cluster, result: Mapping[str, Any], predic
         return ""
     bandwidth = cluster.ranks_per_replica * result["cluster"]["bandwidth"]
     baseline = next(one for one in predictions if is_baseline(one))  # the fastest
+    message = "a message has the latency, and a byte the work of processors, that were measured"
+    if cluster.latency is not None:
+        message = (
+            f"a message takes {milliseconds(cluster.latency)} one way, where {milliseconds(latency_of(result) or 0.0)} "
+            "were measured, and waits for the one before it in a ring; messages and bytes take the work of processors "
+            "that was measured; TCP's windows are large enough"
+        )
     return (
         f"Extrapolated from {result['world_size']} hosts with {rate(bandwidth)} each. Assumed: "
-        "all hosts are like those, behind switches that are not too narrow; a message has the latency, and a byte the "
-        f"work of processors, that were measured; {baseline.method.upper()}'s all-reduce is "
-        f"{_all_reduce_of(baseline, work, cluster)}."
+        f"all hosts are like those, behind switches that are not too narrow; {message}; "
+        f"{baseline.method.upper()}'s all-reduce is {_all_reduce_of(baseline, work, cluster)}."
     )
 
 

@@ -10,18 +10,21 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.netlab.units import bits_per_second
+from lightning_pipesync.lab.netlab.units import bits_per_second, parse_delay
 from lightning_pipesync.lab.plan import text
 
 #: Less than this share of a value, or than what it varied by between two rounds, is no change.
 NO_CHANGE = 0.05
 
 
-def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Work, Cluster, dict[str, Any]]:
+def read_plan(
+    path: Path, hosts: int | None, rate: str | None, latency: str | None = None
+) -> tuple[Work, Cluster, dict[str, Any]]:
     """Returns work, cluster and result of the plan in a ``plan.json``, for other hosts or links if given.
 
     Raises:
-        ValueError: the file is not a plan, or there are fewer than 2 hosts.
+        ValueError: the file is not a plan, or there are fewer than 2 hosts, or the latency is malformed, or was not
+            measured.
     """
     try:
         saved = json.loads(path.read_text())
@@ -42,7 +45,23 @@ def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Work, Cl
             cluster.with_bandwidth(bits_per_second(rate) / 8),
             {**result, "measured": {}},
         )
+    if latency is not None:
+        seconds, measured = parse_delay("latency", latency), latency_of(result)
+        if measured is None:
+            raise ValueError(
+                f"latency={latency!r}: {path} does not have the latency of its links, which is not measured of "
+                "replicas in shards. Leave it out."
+            )
+        cluster, result = cluster.with_latency(seconds, measured), {**result, "measured": {}}
     return work, cluster, result
+
+
+def latency_of(result: Mapping[str, Any]) -> float | None:
+    """Returns the median seconds of one way between two hosts that were measured; None: they were not."""
+    if (links := result.get("links")) is None:
+        return None
+    rows = links["latency"]
+    return median(rows[a][b] for a in range(len(rows)) for b in range(len(rows)) if a != b)
 
 
 def of_result(result: Mapping[str, Any]) -> tuple[Work, Cluster, dict[str, Any]]:
