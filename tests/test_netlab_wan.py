@@ -363,12 +363,11 @@ def test_a_forwarder_that_ends_ends_the_job(nothing_left: None) -> None:
 
 @needs_tun
 def test_a_forwarder_that_cannot_start_is_told_and_all_is_undone(
-    nothing_left: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_pipesync.lab.netlab.kernel.INTERFACE", "no/name")
-    with pytest.raises(RuntimeError, match="forwarder of packets does not start"), Network(2, delay="1ms"):
+    with pytest.raises(RuntimeError, match="does not start: /dev/net/tun: Invalid argument"), Network(2, delay="1ms"):
         pass
-    assert "pipesync netlab: the forwarder of packets: " in capfd.readouterr().err
 
 
 @needs_tun

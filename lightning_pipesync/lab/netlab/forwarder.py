@@ -304,7 +304,11 @@ def main() -> None:
         namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         enter(namespace)
         os.close(namespace)
-        devices.append(open_interface(settings["interface"]))
+        try:
+            devices.append(open_interface(settings["interface"]))
+        except OSError as error:
+            print(f"{DEVICE}: {error.strerror}", flush=True)
+            sys.exit(1)
     enter(own)  # Who is in a host's namespace is one of its processes.
 
     def deliver(host: int, data: bytes) -> None:
@@ -322,7 +326,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:
-        sys.exit(f"pipesync netlab: the forwarder of packets: {error}.")
+    main()
