@@ -131,6 +131,7 @@ class Method:
         self.transport = SimpleNamespace(
             new_objects=lambda: SimpleNamespace(rank=0, gather_objects=lambda each: [each]),
             end_waits_for_shards=lambda: None,
+            exchange_with=lambda line: None,
             exchange_flags=lambda flag: self._line.start(("flag", flag)),
         )
         self.data = Data(self)

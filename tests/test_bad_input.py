@@ -30,7 +30,7 @@ from tests.bench_runs import run_command
         (
             "bench converge",
             "--methods nope",
-            ["'nope'", "alone, ddp, dear, local_sgd, parameter_server, pipe_sgd, selsync"],
+            ["'nope'", "alone, ddp, ", "dear, local_sgd, parameter_server, pipe_sgd, selsync"],
         ),
         ("bench converge", "--methods selsync:detla=1", ["detla=1", "delta"]),
         ("bench converge", "--methods selsync:delta=-1", ["delta must be at least 0"]),

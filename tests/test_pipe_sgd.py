@@ -188,8 +188,8 @@ def order_of_events(level: int) -> list[str]:
     submit = sync._queue.submit
     step = 0
 
-    def recording(kind: str, start: Any, **settings: Any) -> Any:
-        handle, submitted = submit(kind, start, **settings), step
+    def recording(*args: Any, **settings: Any) -> Any:
+        handle, submitted = submit(*args, **settings), step
         events.append(f"start {submitted}")
         wait = handle.wait
 
