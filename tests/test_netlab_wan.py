@@ -150,7 +150,7 @@ def test_what_the_user_got_wrong_is_one_line_and_names_the_option(
 
 
 def test_options_of_a_network_need_its_rate() -> None:
-    with pytest.raises(ValueError, match="'delay': '40ms'} describes an emulated network: give its rate"):
+    with pytest.raises(ValueError, match="delay='40ms' is for an emulated network: give its rate"):
         make_hosts([2], LinkOptions(delay="40ms"))
     (hosts,) = make_hosts([2], LinkOptions(rate="20mbit", delay="40ms", loss="0.1%"))
     assert hosts.links.in_words() == "20mbit, delay 40ms, loss 0.1%"

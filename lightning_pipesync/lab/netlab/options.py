@@ -51,5 +51,6 @@ class LinkOptions:
     def network(self, hosts: int, host_rates: Mapping[int, str] | None = None) -> Network:
         """Returns the network; ValueError if an option is wrong, or if there is no rate."""
         if self.rate is None:
-            raise ValueError(f"{self.beside_rate()} describes an emulated network: give its rate, too.")
+            given = ", ".join(f"{name}={value!r}" for name, value in self.beside_rate().items())
+            raise ValueError(f"{given} is for an emulated network: give its rate, too.")
         return Network(hosts, self.rate, host_rates=host_rates, **self.beside_rate())
