@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.candidates import Wrapped
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.training import DDPConfig
 
 
 @dataclass(frozen=True)
-class PowerSGDConfig:
+class PowerSGDConfig(DDPConfig):
     """Settings of DDP with PowerSGD."""
 
     rank: int = 4
@@ -23,15 +24,11 @@ class PowerSGDConfig:
     start: int = 2
     """Steps with uncompressed gradients before, 2 at least."""
 
-    bucket_mb: float = 25.0
-    """MiB of a bucket of gradients."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("rank", 1), ("start", 2)):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}.")
-        if not self.bucket_mb > 0:
-            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
 
 
 class DDPWithPowerSGD(Wrapped):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.codecs.blocks import works_in_blocks
 from lightning_pipesync.core.codecs.codec import Codec
+from lightning_pipesync.core.codecs.two_bits import pack_two_bits, unpack_two_bits
 
 #: Chunks that are encoded at a time, which bounds the temporaries.
 BLOCK = 64
@@ -58,8 +59,7 @@ class ChunkedTopK(Codec):
             packed = torch.stack([even & 255, (even >> 8) | (odd & 15) << 4, odd >> 4], dim=-1)
             indices[..., block, :] = packed.flatten(-2).to(torch.uint8)
             codes = high.to(torch.uint8) | (values < 0).to(torch.uint8) << 1
-            fours = [codes[..., place::4] << 2 * place for place in range(4)]
-            signs[..., block, :] = fours[0] | fours[1] | fours[2] | fours[3]
+            pack_two_bits(codes, signs[..., block, :])
 
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
         self.decode_add(wire, target.zero_(), dtype)
@@ -69,8 +69,7 @@ class ChunkedTopK(Codec):
         for block, values in self._blocks(accumulator):
             first, second, third = indices[..., block, :].to(torch.int64).unflatten(-1, (-1, 3)).unbind(-1)
             kept = torch.stack([first | (second & 15) << 8, second >> 4 | third << 4], dim=-1).flatten(-2)
-            shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=wire.device)
-            codes = (signs[..., block, :].unsqueeze(-1) >> shifts).flatten(-2) & 3
+            codes = unpack_two_bits(signs[..., block, :])
             magnitudes = (levels[..., block, :] * alpha).gather(-1, (codes & 1).to(torch.int64))
             decoded = torch.where(codes >= 2, -magnitudes, magnitudes).to(values.dtype)
             values.scatter_add_(-1, kept, decoded)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.codecs.scaled import ScaledChunks
+from lightning_pipesync.core.codecs.two_bits import pack_two_bits, unpack_two_bits
 
 
 class Int2(ScaledChunks):
@@ -32,12 +33,7 @@ class Int2(ScaledChunks):
 
     def pack(self, scaled: Tensor, packed: Tensor) -> None:
         codes = scaled.add_(self.LEVELS).round_().clamp_(0, 3).to(torch.uint8).bitwise_and_(3)
-        if missing := -codes.shape[-1] % 4:
-            codes = torch.nn.functional.pad(codes, (0, missing))
-        first, second, third, fourth = (codes[..., place::4] << 2 * place for place in range(4))
-        torch.bitwise_or(first | second, third | fourth, out=packed)
+        pack_two_bits(codes, packed)
 
     def unpack(self, packed: Tensor, values: Tensor) -> None:
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
-        codes = (packed.unsqueeze(-1) >> shifts).flatten(-2) & 3
-        values.copy_(codes[..., : values.shape[-1]]).sub_(self.LEVELS)
+        values.copy_(unpack_two_bits(packed)[..., : values.shape[-1]]).sub_(self.LEVELS)

@@ -42,6 +42,10 @@ class LinkOptions:
         values = {field.name: getattr(self, field.name) for field in fields(LinkOptions) if field.name != "rate"}
         return {name: value for name, value in values.items() if value != getattr(LinkOptions, name)}
 
+    def listed_beside_rate(self) -> str:
+        """Returns them as errors name settings, such as ``racks=2, delay='40ms'``; nothing if there are none."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.beside_rate().items())
+
     def in_words(self) -> str | None:
         """Returns the options that are given, such as ``200mbit, delay 40ms``; None without a rate."""
         if self.rate is None:
@@ -51,6 +55,5 @@ class LinkOptions:
     def network(self, hosts: int, host_rates: Mapping[int, str] | None = None) -> Network:
         """Returns the network; ValueError if an option is wrong, or if there is no rate."""
         if self.rate is None:
-            given = ", ".join(f"{name}={value!r}" for name, value in self.beside_rate().items())
-            raise ValueError(f"{given} is for an emulated network: give its rate, too.")
+            raise ValueError(f"{self.listed_beside_rate()} is for an emulated network: give its rate, too.")
         return Network(hosts, self.rate, host_rates=host_rates, **self.beside_rate())

@@ -70,8 +70,7 @@ class Plan(PlanSettings, LinkOptions):
             )
         output = self.output
         if self.from_file is not None:
-            if emulated := self.beside_rate():
-                listed = ", ".join(f"{name}={value!r}" for name, value in emulated.items())
+            if listed := self.listed_beside_rate():
                 raise ValueError(
                     f"{listed}: with --from nothing is measured in an emulated network. Leave it out; rate and latency "
                     "are those of other links."

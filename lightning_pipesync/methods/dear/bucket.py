@@ -21,7 +21,7 @@ from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
-from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
+from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
 
@@ -46,7 +46,7 @@ class FusedBucket(GradientBucket):
         low_rank: LowRankGradients | None = None,
     ) -> None:
         tensors = [member.tensor for member in members]
-        factorized = None if low_rank is None else LowRankBucket(low_rank, tensors, transport.world_size)
+        factorized = low_rank_bucket(low_rank, tensors, transport.world_size)
         super().__init__(tensors, transport, config.compression, number=number, low_rank=factorized)
         assert members[0].group is not None
         self.members, self.group = list(members), members[0].group

@@ -15,7 +15,7 @@ from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
-from lightning_pipesync.methods.gradients.low_rank import LowRankGradients
+from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_gradients
 from lightning_pipesync.methods.gradients.reshard import Slices, reshard, whole_state
 
 V = TypeVar("V")
@@ -53,8 +53,7 @@ class FusedBuckets:
         """Releases the buckets; the next :meth:`fuse` makes buckets of ``parameters``."""
         self.release()
         self._parameters = parameters
-        if self._config.low_rank is not None:
-            self._low_rank = LowRankGradients(parameters, self._config)
+        self._low_rank = low_rank_gradients(parameters, self._config)
 
     def fuse(self, fusion: Fusion) -> None:
         """Fuses the parameters in the order that rank 0 has observed; a collective call."""

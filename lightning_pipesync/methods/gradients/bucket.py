@@ -17,7 +17,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import foreach_copy_, version
-from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
+from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients, low_rank_bucket
 
 
 class GradientBucket:
@@ -156,7 +156,7 @@ class GradientBuckets:
         self._low_rank = low_rank
         self.buckets = []
         for number, members in enumerate(parameters):
-            factorized = None if low_rank is None else LowRankBucket(low_rank, members, collectives.world_size)
+            factorized = low_rank_bucket(low_rank, members, collectives.world_size)
             self.buckets.append(GradientBucket(members, collectives, codec, number=number, low_rank=factorized))
         self.index_of = {id(tensor): index for index, members in enumerate(parameters) for tensor in members}
         self._collectives = collectives

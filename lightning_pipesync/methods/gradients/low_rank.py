@@ -191,6 +191,18 @@ class LowRankBucket:
         return factorized.residual.new_empty(factorized.shape[factorized.side], factorized.rank)
 
 
+def low_rank_gradients(parameters: Sequence[NamedParameter], settings: Settings) -> LowRankGradients | None:
+    """Returns the factorized gradients of ``parameters``; None without ``low_rank``."""
+    return None if settings.low_rank is None else LowRankGradients(parameters, settings)
+
+
+def low_rank_bucket(
+    gradients: LowRankGradients | None, parameters: Sequence[Tensor], num_shards: int
+) -> LowRankBucket | None:
+    """Returns what is all-reduced for a bucket of these parameters; None without ``low_rank``."""
+    return None if gradients is None else LowRankBucket(gradients, parameters, num_shards)
+
+
 def is_factorized(shape: torch.Size, rank: int) -> bool:
     """Returns whether the gradient of a tensor is sent as factors: if both together have fewer values."""
     if len(shape) < 2:

@@ -11,7 +11,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
+from lightning_pipesync.methods.gradients.low_rank import low_rank_bucket, low_rank_gradients
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 
 #: Bytes of a piece that each rank sums: so much that messages are large, and so little that one half of an all-reduce
@@ -38,8 +38,9 @@ class GradientLayout:
         self.members = [member for members in self._members_of for member in members]
         self.index_of = {id(m.tensor): index for index, members in enumerate(self._members_of) for m in members}
         self.compared = [True] * len(parameters), [True] * len(parameters)
-        self.low_rank = None if config.low_rank is None else LowRankGradients(parameters, config)
-        self._factorized = [self._factorize(members) for members in self._members_of]
+        self.low_rank = low_rank_gradients(parameters, config)
+        tensors = [[member.tensor for member in members] for members in self._members_of]
+        self._factorized = [low_rank_bucket(self.low_rank, each, transport.world_size) for each in tensors]
         first = self._new_buckets()
         if config.uses_error_feedback:
             for bucket in first:
@@ -63,11 +64,6 @@ class GradientLayout:
 
     def release_buckets(self, buckets: list[GradientBucket]) -> None:
         self._free.append(buckets)
-
-    def _factorize(self, members: Sequence[NamedParameter]) -> LowRankBucket | None:
-        if self.low_rank is None:
-            return None
-        return LowRankBucket(self.low_rank, [member.tensor for member in members], self._transport.world_size)
 
     def _new_buckets(self) -> list[GradientBucket]:
         buckets = []

@@ -11,7 +11,7 @@ from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.gradients.bucket import GradientBuckets
-from lightning_pipesync.methods.gradients.low_rank import LowRankGradients
+from lightning_pipesync.methods.gradients.low_rank import low_rank_gradients
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 
@@ -31,7 +31,7 @@ class GradientAveraging(GradientTrigger):
         super().__init__(optimizer, parameters, settings, transport)
         plan = plan_buckets(parameters, Fusion(bucket_mb=settings.bucket_mb))
         buckets = [[parameter.tensor for parameter in bucket] for bucket in plan]
-        low_rank = None if settings.low_rank is None else LowRankGradients(parameters, settings)
+        low_rank = low_rank_gradients(parameters, settings)
         codec, feedback = settings.compression, settings.uses_error_feedback
         self._gradients = GradientBuckets(buckets, transport, codec, feedback, low_rank)
 

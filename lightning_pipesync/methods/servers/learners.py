@@ -52,6 +52,7 @@ class Learner:
         self.versions = (0,) * router.num_servers  # of the fetched weights, by server
         self.ahead = 0.0  # the number of updates by which the fetched weights were predicted
         self.clipping: dict[int, dict[str, float]] = {}  # of the next mean gradient, by optimizer: see UpdateSettings
+        self.outer: Optimizer | None = None  # runs on the servers in place of the user's; None: there is none
         self._router, self._rank, self._buckets, self._optimizers = router, rank, buckets, optimizers
         self._user_steps, self._config = user_steps, config
 

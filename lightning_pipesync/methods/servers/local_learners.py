@@ -174,22 +174,20 @@ class DiLoCoLearner(_LocalLearner):
 
     owns_optimizer = True
 
-    def __init__(self, *args: Any, outer: Optimizer) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._outer = outer
+        self.outer: Optimizer = self._config.outer_optimizer(self._optimizers[0])
 
     def step(self, index: int, update: Callable[[], T] | None) -> T | None:
         result = self._user_steps.update_own(index, update)
         self.steps += 1
         if self.steps - self._first_step + 1 == self._config.period:
-            self._push_movement()
-            self._await_weights()
+            self._exchange()
         return result
 
     def retire(self) -> None:
         if self._first_step <= self.steps:
-            self._push_movement()
-            self._await_weights()
+            self._exchange()
         super().retire()
 
     def retire_to_reload(self) -> None:
@@ -204,13 +202,15 @@ class DiLoCoLearner(_LocalLearner):
         self._first_step = self.steps + 1
         load_optimizer_state(self._optimizers[0], state["optimizer"])
 
-    def _push_movement(self) -> None:
+    def _exchange(self) -> None:
+        """Pushes the movement, and waits for the weights that the outer optimizer makes of it."""
         for bucket in self._buckets:
             bucket.pack_movement()
         self._push_accrued([[True] * len(bucket.members) for bucket in self._buckets])
+        self._await_weights()
 
     def _settings_of(self, index: int) -> UpdateSettings:
-        return UpdateSettings(current(self._outer))
+        return UpdateSettings(current(self.outer))
 
 
 #: By policy, the kind of learner, if not the base.

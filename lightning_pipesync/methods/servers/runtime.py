@@ -23,7 +23,7 @@ from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
 from lightning_pipesync.methods.servers.learners import Learner
-from lightning_pipesync.methods.servers.local_learners import LEARNERS, DiLoCoLearner
+from lightning_pipesync.methods.servers.local_learners import LEARNERS
 from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
 from lightning_pipesync.methods.servers.policies import Sequencer
@@ -90,9 +90,7 @@ class ParameterServer(SyncMethod):
         self._buckets = shared_buckets(parameters, roles.num_servers, config)
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
-        self._outer = config.outer_optimizer(self.optimizers[0]) if kind is DiLoCoLearner else None
-        outer = {} if self._outer is None else {"outer": self._outer}
-        self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config, **outer)
+        self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
         self._loaded = False
         self._hooks = hook_loading(self._after_loading, self._module.modules(), self.optimizers)
         self._hooks += self._learner.hook(self._module, parameters, lambda: self.syncing)
@@ -102,7 +100,7 @@ class ParameterServer(SyncMethod):
         """Starts this rank's server, if it has one, and the coordinator, which is used on ``roles.coordinators``."""
         transport, config, router, roles = self.transport, self.config, self._router, self._roles
         num_servers, policy = roles.num_servers, roles.policy
-        optimizers = [self._outer] if self._outer is not None else self.optimizers
+        optimizers = self.optimizers if self._learner.outer is None else [self._learner.outer]
         shards = [
             ServedShard(bucket, transport.rank, optimizers[bucket.group[0]], config, num_servers)
             for bucket in (self._buckets if transport.rank < num_servers else ())
@@ -315,7 +313,7 @@ class ParameterServer(SyncMethod):
 
         With DiLoCo also the state of the outer optimizer, by a call as :meth:`optimizer_state_dict`.
         """
-        outer = {} if self._outer is None or self._loaded else {"outer": self._states.state_dict_of(0)}
+        outer = {} if self._learner.outer is None or self._loaded else {"outer": self._states.state_dict_of(0)}
         return {**self._learner.state_dict(), **outer, "coordinator": self._coordinator.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,8 +330,8 @@ class ParameterServer(SyncMethod):
         if self._server is not None:
             self._server.version = version
         self._loaded = True
-        if self._outer is not None and "outer" in state:
-            load_optimizer_state(self._outer, state["outer"])
+        if self._learner.outer is not None and "outer" in state:
+            load_optimizer_state(self._learner.outer, state["outer"])
         if self._learner.owns_optimizer:
             self._reload()  # what it pushes next is of weights that it has
 
