@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
-from tests.reference_pipe_sgd import divided, fused, reduce_scatter, through
+from tests.reference_pipe_sgd import assign, fused, reduce_scatter, through
 
 
 def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
@@ -64,7 +64,5 @@ def simulate(
             sent = [through(codec, shard, error) for shard, error in zip(moved, of_shards[g], strict=True)]
             thetas[g] = thetas[g] + torch.cat(sent)
             for replica in replicas:
-                parameters = [replica.get_parameter(name) for name in group]
-                for parameter, values in zip(parameters, divided(thetas[g], parameters), strict=True):
-                    parameter.data.copy_(values)
+                assign(replica, group, thetas[g])
     return replicas

@@ -103,6 +103,13 @@ def divided(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def assign(model: nn.Module, names: Sequence[str], flat: Tensor) -> None:
+    """Sets the parameters of these names to the parts of a flat tensor."""
+    parameters = [model.get_parameter(name) for name in names]
+    for parameter, values in zip(parameters, divided(flat, parameters), strict=True):
+        parameter.data.copy_(values)
+
+
 def predicted(
     model: nn.Module,
     optimizer: Optimizer,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.reference_pipe_sgd import divided, fused, mean
+from tests.reference_pipe_sgd import assign, fused, mean
 
 CHUNK = 4096
 
@@ -51,9 +51,7 @@ def simulate(
                 error[f] = error[f] - sent[-1]
             thetas[f] = thetas[f].sub(mean(sent), alpha=outer_lr)
             for replica in replicas:
-                parameters = [replica.get_parameter(name) for name in names]
-                for parameter, values in zip(parameters, divided(thetas[f], parameters), strict=True):
-                    parameter.data.copy_(values)
+                assign(replica, names, thetas[f])
     return replicas, errors
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.optim import SGD
 
 from lightning_pipesync.core.codecs import CODECS
 from lightning_pipesync.training.registry import METHODS
 from tests.harness import on_ranks
-from tests.models import Run, assert_same, loss, seeded_mlp, state
+from tests.models import Run, assert_same, seeded_mlp, state
 
 #: Those that pack several values into a byte, or send a few of them.
 PACKED = ("int4", "int2", "chunked_topk")
@@ -39,11 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def train(case: str, codec: str) -> tuple[dict[str, Tensor], float]:
     """Returns the weights, and their loss on what all ranks have trained on."""
     name, settings = CASES[case]
-    run = Run(METHODS[name], lambda model: SGD(model.parameters(), lr=0.05), compression=codec, **settings)
-    run.steps(i % 10 for i in range(80))
-    weights = run.end()
-    with torch.no_grad():
-        return weights, sum(loss(run.model, i, rank).item() for i in range(10) for rank in range(2)) / 20
+    return Run(METHODS[name], lambda model: SGD(model.parameters(), lr=0.05), compression=codec, **settings).arrive(80)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -283,11 +283,7 @@ def arrive(method: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], fl
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3))
     make, common = METHODS[method]
-    run = Run(make, lambda model: SGD(model.parameters(), lr=0.05), model, **{**common, **settings})
-    run.steps(i % 10 for i in range(150))
-    weights = run.end()
-    with torch.no_grad():
-        return weights, sum(loss(run.model, i, rank).item() for i in range(10) for rank in range(2)) / 20
+    return Run(make, lambda model: SGD(model.parameters(), lr=0.05), model, **{**common, **settings}).arrive(150)
 
 
 @pytest.mark.parametrize("method", METHODS)

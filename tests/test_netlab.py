@@ -202,13 +202,18 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-@needs_machine
-def test_without_root_hosts_are_emulated_in_a_user_namespace(nothing_left: None) -> None:
+def without_root(*options: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``pipesync netlab`` on two hosts as a user without root does."""
     setpriv = ["setpriv", "--bounding-set", "-sys_admin,-net_admin", "--inh-caps", "-all"]
     if subprocess.run([*setpriv, "unshare", "--user", "--map-root-user", "--net", "--mount", "true"]).returncode:
         pytest.skip("Here users without root may not create namespaces.")
-    command = [*setpriv, sys.executable, "-m", "lightning_pipesync", "netlab", "--hosts", "2", "--rate", "200mbit"]
-    job = subprocess.run([*command, "--", "echo", "host {rank} at {address}"], capture_output=True, text=True)
+    command = [*setpriv, sys.executable, "-m", "lightning_pipesync", "netlab", "--hosts", "2", *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@needs_machine
+def test_without_root_hosts_are_emulated_in_a_user_namespace(nothing_left: None) -> None:
+    job = without_root("--rate", "200mbit", "--", "echo", "host {rank} at {address}")
     assert sorted(job.stdout.splitlines()) == ["[0] host 0 at 198.18.0.1", "[1] host 1 at 198.18.0.2"]
     assert (job.returncode, job.stderr) == (0, "")
 

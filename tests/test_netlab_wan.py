@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.test_netlab import (
     shell,
     transfer_rates,
     wait_until,
+    without_root,
 )
 
 __all__ = ["nothing_left"]  # a fixture
@@ -413,10 +413,6 @@ def test_a_signal_leaves_no_forwarder(number: signal.Signals, tmp_path: Path) ->
 
 @needs_tun
 def test_without_root_packets_are_forwarded_in_a_user_namespace(nothing_left: None) -> None:
-    setpriv = ["setpriv", "--bounding-set", "-sys_admin,-net_admin", "--inh-caps", "-all"]
-    if subprocess.run([*setpriv, "unshare", "--user", "--map-root-user", "--net", "--mount", "true"]).returncode:
-        pytest.skip("Here users without root may not create namespaces.")
-    command = [*setpriv, sys.executable, "-m", "lightning_pipesync", "netlab", "--hosts", "2", "--delay", "1ms"]
-    job = subprocess.run([*command, "--", "echo", "{rank}"], capture_output=True, text=True)
+    job = without_root("--delay", "1ms", "--", "echo", "{rank}")
     assert sorted(job.stdout.splitlines()) == ["[0] 0", "[1] 1"]
     assert (job.returncode, job.stderr) == (0, "")
