@@ -36,7 +36,8 @@ class FactorizedGradient:
 
     Attributes:
         residual: what this rank has not sent, shape ``[n, m]``; in fp32, or fp64 for fp64.
-        factor: the mean that the ranks have summed last, shape ``[n, r]`` or ``[m, r]``; the same on all ranks.
+        factors: P and Q as the ranks have summed them last, shapes ``[n, r]`` and ``[m, r]``; the same on all ranks.
+            They keep their memory: it is another stream's than that which reads them.
         side: which factor is computed next.
     """
 
@@ -45,9 +46,14 @@ class FactorizedGradient:
         self.shape, self._error_feedback = (rows, columns), error_feedback
         self.residual = torch.zeros(rows, columns, dtype=dtype, device=parameter.device)
         generator = torch.Generator().manual_seed(0)  # the same Q on all ranks (Algorithm 1, line 1)
-        self.factor = torch.randn(columns, rank, generator=generator, dtype=dtype).to(parameter.device)
-        self.side = P
-        self._known = self.factor  # with which the other one is computed in this step
+        first = torch.randn(columns, rank, generator=generator, dtype=dtype).to(parameter.device)
+        self.factors, self.side = (first.new_zeros(rows, rank), first), P
+        self._known = first  # with which the other one is computed in this step
+
+    @property
+    def factor(self) -> Tensor:
+        """The one that was summed last."""
+        return self.factors[Q if self.side == P else P]
 
     @property
     def rank(self) -> int:
@@ -78,7 +84,8 @@ class FactorizedGradient:
 
     def receive(self, mean: Tensor) -> None:
         """Takes the mean of all ranks' parts; the other factor is next."""
-        self.factor, self.side = mean.clone(), Q if self.side == P else P
+        self.factors[self.side].copy_(mean)
+        self.side = Q if self.side == P else P
 
     def approximate(self, gradient: Tensor) -> None:
         """Overwrites ``gradient`` with P Q^T, after :meth:`receive`."""
@@ -93,7 +100,8 @@ class FactorizedGradient:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.residual.copy_(state["residual"])
-        self.factor, self.side = state["factor"].to(self.residual), state["side"]
+        self.side = state["side"]
+        self.factor.copy_(state["factor"])
 
 
 class LowRankGradients:
