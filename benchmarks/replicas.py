@@ -106,7 +106,7 @@ class Replicas(Command):
                 for name, runs in measured.items():
                     runs.append(_together(meeting.gather(self._measure(name, meeting))))
                     advance(name)
-        meeting.gather(None)  # the first one has the store
+        meeting.end()
         if meeting.rank != 0:
             return []
         candidates = [{"name": name, "runs": runs} for name, runs in measured.items()]
@@ -186,6 +186,13 @@ class Meeting:
         self._store.set(keys[self.rank], json.dumps(value))
         self._store.wait(keys, timedelta(seconds=TIMEOUT_S))
         return [json.loads(self._store.get(key)) for key in keys]
+
+    def end(self) -> None:
+        """The last call of each; the first one, whose process has the store, returns when no other asks it any more."""
+        if self.rank == 0:
+            self._store.wait([f"{rank} ends" for rank in range(1, self.size)], timedelta(seconds=TIMEOUT_S))
+        else:
+            self._store.set(f"{self.rank} ends", "")
 
 
 #: Ends a step.

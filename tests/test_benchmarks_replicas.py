@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def measure(folder: Path) -> tuple[list[dict[str, Any]], dict[str, list[Tensor]]
             weights[name] = [parameter.detach().clone() for parameter in model.parameters()]
     os.environ["MASTER_PORT"] = str(meeting.gather(free_port())[0])
     results = benchmark.results()
-    meeting.gather(None)
+    meeting.end()
     return results, weights
 
 
@@ -48,6 +50,25 @@ def test_candidates_do_the_same_and_have_a_row_each(tmp_path: Path) -> None:
     for name in Replicas(**TINY).candidates:
         assert f"| {name} |" in text
     assert (tmp_path / "replicas.json").exists()
+
+
+def gather_late() -> list[int]:
+    meeting = Meeting(*next(dist.rendezvous("env://", timeout=timedelta(seconds=60))))
+    read = meeting._store.get
+
+    def get(key: str) -> bytes:
+        time.sleep(meeting.rank * 0.5)
+        return read(key)
+
+    with patch.object(meeting, "_store", MagicMock(wraps=meeting._store, get=get)):
+        gathered = meeting.gather(meeting.rank)
+        meeting.end()
+    return gathered
+
+
+def test_the_first_replica_ends_last() -> None:
+    """Its process has the store."""
+    assert launch(gather_late, 2, init=False) == [[0, 1]] * 2
 
 
 def test_without_a_launcher_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
