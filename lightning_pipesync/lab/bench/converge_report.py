@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -41,7 +40,7 @@ class Row:
     seconds: float | None
     #: Sent by rank 0.
     mib: float | None
-    #: The median of the times from one measurement to the next.
+    #: Of a whole training: rounds that are rare have their share.
     step_seconds: float
     #: The baseline's seconds over ``seconds``.
     speedup: float | None
@@ -83,7 +82,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
         return median(point[what] for point in points) if len(points) == len(trainings[name]) else None
 
     baseline_steps, baseline_seconds = to_target(baseline, "steps"), to_target(baseline, "seconds")
-    limit = baseline_steps * _step_seconds(trainings["alone"]) if baseline_steps and "alone" in trainings else None
+    limit = baseline_steps * step_seconds(trainings["alone"]) if baseline_steps and "alone" in trainings else None
     rows = []
     for name, runs in trainings.items():
         if name == "alone":  # its quality is that of one rank
@@ -109,7 +108,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
                 steps=to_target(name, "steps"),
                 seconds=seconds,
                 mib=to_target(name, "mib"),
-                step_seconds=_step_seconds(runs),
+                step_seconds=step_seconds(runs),
                 speedup=baseline_seconds / seconds if baseline_seconds and seconds else None,
                 share_of_limit=limit / seconds if limit and seconds else None,
             )
@@ -197,11 +196,9 @@ def _range_of_interest(result: dict[str, Any]) -> tuple[float, float]:
     return min(qualities) - margin, max(qualities) + margin
 
 
-def _step_seconds(runs: list[dict[str, Any]]) -> float:
-    """Returns the seconds of a step, the median of the times from one measurement to the next."""
-    start = {"steps": 0, "seconds": 0.0}
-    spans = [span for run in runs for span in pairwise([start, *run["points"]])]
-    return median((end["seconds"] - begin["seconds"]) / (end["steps"] - begin["steps"]) for begin, end in spans)
+def step_seconds(runs: list[dict[str, Any]]) -> float:
+    """Returns the mean seconds of a step of a training, the median of several."""
+    return median(run["points"][-1]["seconds"] / run["points"][-1]["steps"] for run in runs)
 
 
 def _best(points: Sequence[Point], sign: int) -> float:
