@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import benchmarks.baselines  # adds what trains tasks
 import benchmarks.tasks.mnist1d
-import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
+import benchmarks.tasks.signals
+import benchmarks.tasks.tiny_llama  # noqa: F401 - they add themselves to the tasks
 from benchmarks import command
 from benchmarks.learners import host_speed_report
 from benchmarks.learners.host_speed import HostSpeeds
@@ -29,8 +30,8 @@ class Converge(converge.Converge):
     """Trains to a target with several methods, on hosts of different speed: time, steps and bytes that each needs.
 
     Attributes:
-        task: Those of pipesync bench converge, mnist1d (digits as signals, accuracy) or signals (noisy curves,
-            accuracy).
+        task: Those of pipesync bench converge, mnist1d (digits as signals, accuracy), signals (noisy curves,
+            accuracy) or tiny_llama (topics with a Llama, perplexity).
         methods: Those of pipesync bench converge, and ddp_powersgd, torch's own PowerSGD under DDP (:rank=4,start=2).
         compute: Emulated computation: the least time of each pass of a rank, e.g. 100ms; it sleeps for the rest.
         slow: HOST:SHARE% for a rank that computes at that share of the speed (3:50%). May be given again.

@@ -48,7 +48,7 @@ MOVED = {"stages": "stages", "pipeline": "pipeline", "plan": "plan_accuracy"}
 _PAPERS = frozenset({"serial", "wfbp", "mg-wfbp", "horovod", "horovod-bo", "byte-scheduler", "ps"})
 _PAPERS |= {"emulated-densenet201", "emulated-inceptionv4"}
 MOVED_WORDS = {
-    "converge": frozenset({"--compute", "--slow", "--stalls", "mnist1d", "signals"}),
+    "converge": frozenset({"--compute", "--slow", "--stalls", "mnist1d", "signals", "tiny_llama"}),
     "step": _PAPERS,
     "timeline": _PAPERS,
 }
@@ -59,7 +59,17 @@ EXTRAS |= {"plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
-TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals", "topics", "words", "cifar10", "cifar100", "imagenet", "wikitext")
+TASKS_WITHOUT_SKLEARN = (
+    "mnist1d",
+    "signals",
+    "tiny_llama",
+    "topics",
+    "words",
+    "cifar10",
+    "cifar100",
+    "imagenet",
+    "wikitext",
+)
 
 #: The end of the help, about the option that comes before a subcommand.
 EPILOG = (

@@ -9,13 +9,14 @@ from benchmarks.results.papers import (
     ea_pipe,
     lecture,
     local_sgd,
+    low_communication,
     package,
     pipe_sgd,
     selsync,
     selsync_motivation,
 )
 
-_PARTS = (dear, selsync, selsync_motivation, pipe_sgd, ea_pipe, lecture, local_sgd, package)
+_PARTS = (dear, selsync, selsync_motivation, pipe_sgd, ea_pipe, lecture, local_sgd, low_communication, package)
 
 #: All of them by name.
 JOBS: dict[str, Job] = {job.name: job for part in _PARTS for job in part.JOBS}

@@ -14,16 +14,17 @@ _OUTER = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum"
 _STREAMED = "compression=int4,fragments=4,overlap_steps=2"
 #: The one that sends least while it keeps DDP's quality.
 LOCAL_SGD = f"local_sgd:period=16,{_OUTER}=0.3,{_STREAMED}"
-_METHODS = {
+#: The methods that are compared, as the tables have them.
+NAMES = {
     "ddp": "DDP",
     "dear": "DeAR",
     "pipe_sgd": "Pipe-SGD",
     "selsync:lssr=0.75,outer_momentum=0.3": "SelSync, lssr=0.75, outer_momentum=0.3",
     f"local_sgd:period=16,{_OUTER}=0.3": "local SGD, period=16, Nesterov 0.3",
-    LOCAL_SGD: "the same, int4, 4 fragments, overlap_steps=2",
+    LOCAL_SGD: "local SGD, period=16, Nesterov 0.3, int4, 4 fragments, overlap_steps=2",
     f"local_sgd:period=40,{_OUTER}=0.5,compression=int4": "local SGD, period=40, Nesterov 0.5, int4",
 }
-_TRAINED = [name for name in _METHODS if name != "dear"]  # which trains as DDP does
+_TRAINED = [name for name in NAMES if name != "dear"]  # which trains as DDP does
 _TOPICS = "pipesync bench converge --hosts 4 --task topics"
 _RATES = (50, 200)
 
@@ -46,7 +47,7 @@ JOBS = (
     *(
         Job(
             f"topics_time_{rate}",
-            f"{_TOPICS} --rate {rate}mbit --steps 96 --evaluations 6 --methods alone {' '.join(_METHODS)}",
+            f"{_TOPICS} --rate {rate}mbit --steps 96 --evaluations 6 --methods alone {' '.join(NAMES)}",
             minutes,
         )
         for rate, minutes in zip(_RATES, (6, 4), strict=True)
@@ -70,13 +71,13 @@ def _seconds_to_target(records: Sequence[Record]) -> str:
     """Returns steps and bytes to the target, and steps times the time of a step on a slow network."""
     quality, *timed = records
     [result] = quality.results
-    step = {name: [training_row(record, name).step_seconds for record in timed] for name in _METHODS}
+    step = {name: [training_row(record, name).step_seconds for record in timed] for name in NAMES}
     rows = []
     for row in rows_of(result):
         found = [row.steps * seconds for seconds in step[row.method]] if row.steps else [None] * len(timed)
         rows.append(
             [
-                _METHODS[row.method],
+                NAMES[row.method],
                 number(row.steps, ".0f"),
                 f"{row.final:.2f}" + ("" if row.final_interval is None else f" ± {row.final_interval:.2f}"),
                 number(row.mib, ".1f"),
@@ -89,12 +90,12 @@ def _seconds_to_target(records: Sequence[Record]) -> str:
 def _step_times(records: Sequence[Record]) -> str:
     """Returns the time of a step of each method, also of one that does not communicate."""
     rows = []
-    for name in ("ddp", *(name for name in _METHODS if name != "ddp")):
+    for name in ("ddp", *(name for name in NAMES if name != "ddp")):
         cells = []
         for record in records:
             row, ddp = training_row(record, name), training_row(record, "ddp")
             cells.append(f"{1e3 * row.step_seconds:.0f} ({ddp.step_seconds / row.step_seconds:.1f})")
-        rows.append([_METHODS[name], *cells])
+        rows.append([NAMES[name], *cells])
     return table(["", *(f"ms per step at {rate} Mbit/s (times DDP)" for rate in _RATES)], rows)
 
 

@@ -1,0 +1,146 @@
+"""The frontier of low communication: quality over bytes, and step times over links as between cities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.results.exhibit import Exhibit, Picture, Table
+from benchmarks.results.job import Job, Record
+from benchmarks.results.papers.local_sgd import NAMES as OF_LOCAL_SGD
+from benchmarks.results.views import named, reported, training_row
+from lightning_pipesync.lab.bench.converge_report import COLUMNS, Row, by_method, rows_of, step_seconds
+from lightning_pipesync.lab.bench.pictures import MARKERS, looks_of, picture
+from lightning_pipesync.lab.bench.tables import table
+
+_NESTEROV = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum=0.5"
+#: Gradients compressed at every step.
+_EACH_STEP = {
+    "ddp": "DDP",
+    "ddp_powersgd:rank=4": "DDP, torch's PowerSGD, rank 4",
+    "dear:low_rank=4": "DeAR, ACP-SGD, rank 4",
+    "dear:low_rank=4,low_rank_method=power_sgd": "DeAR, PowerSGD, rank 4",
+    "dear:compression=fp8": "DeAR, fp8",
+}
+#: Weights averaged in rounds.
+_ROUNDS = {
+    f"local_sgd:period=40,{_NESTEROV},compression=int2": "local SGD, period=40, Nesterov 0.5, int2",
+    f"local_sgd:period=64,{_NESTEROV},compression=int2": "local SGD, period=64, Nesterov 0.5, int2",
+    "sparseloco": "SparseLoCo, period=30",
+}
+_STREAMED = f"local_sgd:period=40,{_NESTEROV},compression=int2,fragments=4,overlap_steps=4"
+_OVERLAPPED = "sparseloco:overlap_steps=4"
+_FAR = {
+    "ddp": "DDP",
+    **_ROUNDS,
+    _STREAMED: "local SGD, period=40, int2, 4 fragments, overlap_steps=4",
+    _OVERLAPPED: "SparseLoCo, period=30, overlap_steps=4",
+}
+#: As the tables have them.
+_NAMES = OF_LOCAL_SGD | _EACH_STEP | _FAR
+_CONVERGE = "python -m benchmarks.converge --hosts 4"
+_FRONT = " ".join([*_EACH_STEP, *_ROUNDS])
+_WAN = "--rate 20mbit --delay 40ms"
+
+JOBS = (
+    *(
+        Job(
+            f"low_communication_{task}",
+            f"{_CONVERGE} --task {task} --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 --methods {_FRONT}",
+            minutes,
+        )
+        for task, minutes in (("topics", 60), ("tiny_llama", 75))
+    ),
+    Job(
+        "low_communication_time",
+        f"{_CONVERGE} --task topics --rate 50mbit --steps 120 --evaluations 2 --methods alone {' '.join(_EACH_STEP)}",
+        5,
+    ),
+    Job(
+        "low_communication_wan",
+        f"{_CONVERGE} --task topics {_WAN} --steps 192 --evaluations 2 --methods alone {' '.join(_FAR)}",
+        12,
+    ),
+    Job(
+        "low_communication_replicas",
+        f"pipesync netlab --hosts 2 {_WAN} -- python -m benchmarks.replicas --period 40 --periods 3 --overlap_steps 8",
+        10,
+    ),
+)
+
+
+def _quality(records: Sequence[Record]) -> str:
+    """Returns the quality of the trainings, and their bytes relative to DDP's."""
+    parts = []
+    for record in records:
+        [result] = record.results
+        sent = _mib_sent(result)
+        rows = [
+            [
+                named(row.method, _NAMES),
+                *(COLUMNS[column](row) for column in ("best", "better by", "final")),
+                f"{sent[row.method]:.2f}",
+                f"{sent['ddp'] / sent[row.method]:.0f}",
+            ]
+            for row in rows_of(result)
+        ]
+        headings = ["", f"best {result['metric']}", "better than DDP by", "final", "MiB", "times fewer than DDP"]
+        parts += [f"**{result['settings']['task']}**\n", table(headings, rows)]
+    return "\n".join(parts)
+
+
+def _mib_sent(result: dict[str, Any]) -> dict[str, float]:
+    """Returns the MiB that rank 0 has sent in a whole training with each method, the median over the seeds."""
+    return {name: median(run["points"][-1]["mib"] for run in runs) for name, runs in by_method(result).items()}
+
+
+def _draw(records: Sequence[Record], path: Path) -> None:
+    """Draws the quality over bytes: a point for each method with its settings, a panel for each task."""
+    found: dict[str, dict[str, tuple[float, Row]]] = {}
+    for record in records:
+        [result] = record.results
+        sent = _mib_sent(result)
+        of_task = found.setdefault(result["settings"]["task"], {})
+        for row in rows_of(result):
+            of_task.setdefault(row.method, (sent[row.method], row))  # the first record has more seeds
+    names = [*dict.fromkeys(name for of_task in found.values() for name in of_task)]
+    colours = {name: look["color"] for name, look in looks_of(names).items()}
+    with picture(path, (13, 7), 1, len(found), legend="below", legend_columns=2) as panels:
+        for panel, (task, of_task) in zip(panels[0], found.items(), strict=True):
+            for name, (mib, row) in of_task.items():
+                look = {"color": colours[name], "marker": MARKERS[names.index(name) % len(MARKERS)]}
+                label = named(name, _NAMES).replace("`", "")
+                panel.errorbar(mib, row.best, row.best_interval, linestyle="none", capsize=3, label=label, **look)
+            panel.set(xscale="log", xlabel="MiB sent by rank 0 in a training", ylabel="best perplexity", title=task)
+            panel.grid(alpha=0.3)
+
+
+def _speeds(records: Sequence[Record]) -> str:
+    """Returns the time of a step, and its share of one without communication."""
+    [record] = records
+    [result] = record.results
+    alone = step_seconds(by_method(result)["alone"])
+    ddp = training_row(record, "ddp").step_seconds
+    rows = [
+        [
+            named(row.method, _NAMES),
+            f"{1e3 * row.step_seconds:.0f}",
+            f"{ddp / row.step_seconds:.1f}",
+            f"{alone / row.step_seconds:.0%}",
+        ]
+        for row in rows_of(result)
+    ]
+    return table(["", "ms a step", "times as fast as DDP", "of the speed without communication"], rows)
+
+
+_TRAINED = ("low_communication_topics", "low_communication_tiny_llama")
+
+EXHIBITS: tuple[Exhibit, ...] = (
+    Table("low_communication", _TRAINED, _quality),
+    Picture("low_communication", (*_TRAINED, "topics_quality"), _draw),
+    Table("low_communication_time", ("low_communication_time",), _speeds),
+    Table("low_communication_wan", ("low_communication_wan",), _speeds),
+    reported("low_communication_replicas", "low_communication_replicas"),
+)
