@@ -27,7 +27,8 @@ _EACH_STEP = {
 #: Weights averaged in rounds.
 _ROUNDS = {
     f"local_sgd:period=40,{_NESTEROV},compression=int2": "local SGD, period=40, Nesterov 0.5, int2",
-    f"local_sgd:period=64,{_NESTEROV},compression=int2": "local SGD, period=64, Nesterov 0.5, int2",
+    f"local_sgd:period=68,{_NESTEROV},compression=int2": "local SGD, period=68, Nesterov 0.5, int2",
+    "sparseloco:period=15": "SparseLoCo, period=15",
     "sparseloco": "SparseLoCo, period=30",
 }
 _STREAMED = f"local_sgd:period=40,{_NESTEROV},compression=int2,fragments=4,overlap_steps=4"
@@ -51,7 +52,7 @@ JOBS = (
             f"{_CONVERGE} --task {task} --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 --methods {_FRONT}",
             minutes,
         )
-        for task, minutes in (("topics", 60), ("tiny_llama", 75))
+        for task, minutes in (("topics", 68), ("tiny_llama", 80))
     ),
     Job(
         "low_communication_time",
@@ -60,7 +61,7 @@ JOBS = (
     ),
     Job(
         "low_communication_wan",
-        f"{_CONVERGE} --task topics {_WAN} --steps 192 --evaluations 2 --methods alone {' '.join(_FAR)}",
+        f"{_CONVERGE} --task topics {_WAN} --steps 204 --evaluations 2 --methods alone {' '.join(_FAR)}",
         12,
     ),
     Job(
