@@ -57,7 +57,7 @@ class Entry:
 #: Seconds after which a rank that waits has failed.
 TIMEOUT_S = 30.0
 
-_LOSSY = ["bf16", "fp16", "truncate16", "fp8", "int8", "int4", "topk", "chunked_topk"]
+_LOSSY = ["bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk"]
 
 
 def _codec(random: Random) -> str:
@@ -71,8 +71,24 @@ def _with_topology(settings: Settings) -> Settings:
     return {**settings, "topology": Random(str(settings)).choice(["flat", "flat", "tree"])}
 
 
+def _with_low_rank(settings: Settings) -> Settings:
+    """Adds factors in place of gradients, drawn from the settings themselves."""
+    random = Random(f"low rank {settings}")
+    refused = settings["compression"] != "none" or settings.get("update") == "sharded"
+    if refused or settings.get("aggregation") == "parameters" or random.random() < 0.8:
+        return settings
+    factors = {"low_rank": random.choice([1, 2]), "low_rank_method": random.choice(["acp_sgd", "power_sgd"])}
+    return {**settings, **factors, "error_feedback": random.random() < 0.8}
+
+
 def _lossless(settings: Settings) -> Check:
-    return Check.REFERENCE if settings["compression"] == "none" else Check.REPETITION
+    lossy = settings["compression"] != "none" or "low_rank" in settings
+    return Check.REPETITION if lossy else Check.REFERENCE
+
+
+def _factors(settings: Settings) -> str:
+    """Returns a word of the errors that refuse factors, if there are any."""
+    return "low_rank=" if "low_rank" in settings else ""
 
 
 def _cuts(configuration: Configuration, settings: Settings) -> bool:
@@ -103,7 +119,13 @@ def _draw_dear(random: Random) -> Settings:
     }
     if settings["compression"] != "none":  # a codec's errors depend on the buckets, and those of a search on time
         settings["fusion"] = "buffer"
-    return _with_topology(settings)
+    return _with_low_rank(_with_topology(settings))
+
+
+def _dear_refuses(configuration: Configuration, settings: Settings) -> str:
+    if "low_rank" in settings:
+        return "low_rank=" if configuration.accumulate > 1 and not configuration.no_sync else ""
+    return _no_sharding(configuration) if settings["update"] == "sharded" else ""
 
 
 def _dear_rounds(configuration: Configuration, settings: Settings) -> bool:
@@ -124,7 +146,7 @@ def _draw_pipe_sgd(random: Random) -> Settings:
     }
     if settings["pipeline_level"] == 1:
         settings["bucket_mb"] = random.choice([None, 1e-4, 1e-3])
-    return _with_topology(settings)
+    return _with_low_rank(_with_topology(settings))
 
 
 def _check_pipe_sgd(settings: Settings) -> Check:
@@ -161,7 +183,7 @@ def _draw_selsync(random: Random) -> Settings:
         "bucket_mb": random.choice([1e-4, 25.0]),
         "partition": "defdp",
     }
-    return _with_topology(settings)
+    return _with_low_rank(_with_topology(settings))
 
 
 def _check_selsync(settings: Settings) -> Check:
@@ -246,9 +268,13 @@ METHODS: dict[str, Entry] = {
         _draw_dear,
         _lossless,
         _dear_rounds,
-        lambda configuration, settings: _no_sharding(configuration) if settings["update"] == "sharded" else "",
+        _dear_refuses,
         Rule,
-        refused_of_shards=lambda settings: "update='sharded'" if settings["update"] == "sharded" else "",
+        refused_of_shards=lambda settings: (
+            "update='sharded'" if settings["update"] == "sharded" else _factors(settings)
+        ),
+        # Gradients may have been factorized when a step is skipped.
+        may_refuse=lambda configuration, settings: _factors(settings),
     ),
     "pipe_sgd": Entry(
         PipeSGD,
@@ -258,6 +284,7 @@ METHODS: dict[str, Entry] = {
         _pipe_sgd_refuses,
         Delayed,
         may_refuse=_pipe_sgd_may_refuse,
+        refused_of_shards=_factors,
     ),
     "selsync": Entry(
         SelSync,
@@ -267,6 +294,7 @@ METHODS: dict[str, Entry] = {
         lambda configuration, settings: "",
         SelectivelySynchronized,
         own_states=True,
+        refused_of_shards=_factors,
     ),
     "local_sgd": Entry(
         LocalSGD,
