@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.results.exhibit import Picture, Table
 from benchmarks.results.job import Record
 from benchmarks.results.redraw import command_of, redraw
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import converge_report, step_report
+from lightning_pipesync.lab.bench.collectives import name_of, time_of
 from lightning_pipesync.lab.bench.converge_report import Row as TrainingRow
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.step_report import Row as StepRow
@@ -79,6 +81,24 @@ def step_row(run: dict[str, Any], name: str) -> StepRow:
     if not found:
         raise ValueError(f"{name!r} is not among {[row.name for row in rows]}.")
     return min(found, key=lambda row: row.seconds)
+
+
+def collectives(
+    records: Sequence[Record], cell: Callable[[dict[str, Any]], str | None] = time_of, least_bytes: int = 0
+) -> str:
+    """Returns a row for each operation that has cells, and a column for each number of hosts and size.
+
+    By default they have ms, and in brackets the share of the limit that the bytes alone set.
+    """
+    [record] = records
+    found = [
+        (name_of(row), (one["world_size"], row["num_bytes"]), row) for one in record.results for row in one["rows"]
+    ]
+    cells = {(name, column): cell(row) for name, column, row in found if row["num_bytes"] >= least_bytes}
+    columns = dict.fromkeys(column for _, column in cells)
+    names = dict.fromkeys(name for (name, _), value in cells.items() if value is not None)
+    rows = [[name, *(cells.get((name, column)) or "" for column in columns)] for name in names]
+    return table(["", *(f"{hosts} hosts, {size / MIB:.3g} MiB" for hosts, size in columns)], rows)
 
 
 def cost_of(run: dict[str, Any]) -> StepCost:

@@ -9,9 +9,9 @@ from statistics import fmean
 from benchmarks.bucket_search import GOOD, first_good
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import cost_of, drawn_by, reported, runs_of, span, step_row
+from benchmarks.results.views import collectives, cost_of, drawn_by, reported, runs_of, span, step_row
 from lightning_pipesync.lab.bench import step_report
-from lightning_pipesync.lab.bench.collectives import median_of, name_of, time_of
+from lightning_pipesync.lab.bench.collectives import median_of, name_of
 from lightning_pipesync.lab.bench.step_report import rows_of
 from lightning_pipesync.lab.bench.tables import number, table
 
@@ -93,7 +93,7 @@ _SYSTEMS_JOBS = tuple(f"dear_systems_{name.replace('-', '_')}" for name in MODEL
 def _systems(records: Sequence[Record], hosts: int) -> str:
     """Returns ms per step and the speed relative to DDP of each system, a column for each network."""
     runs = [run for record in records for _, run in runs_of([record], hosts)]
-    models = [record.results[0]["settings"]["model"] for record in records if runs_of([record], hosts)]
+    models = [_model_of(record) for record in records if runs_of([record], hosts)]
     rows = [
         ["ratio of communication to computation", *(f"{cost_of(run).ratio:.2f}" for run in runs)],
         ["DDP, ms per step", *(f"{1e3 * step_row(run, 'DDP').seconds:.0f}" for run in runs)],
@@ -104,29 +104,21 @@ def _systems(records: Sequence[Record], hosts: int) -> str:
     for name, shown in ((_PAPERS_DEAR, "DeAR-BO, as in the paper"), (_DEAR, "DeAR-BO")):
         share = [f"{step_row(run, name).of_layer_limit:.0%}" for run in runs]
         rows.append([f"{shown}, share of its limit", *share])
-    names = [MODELS[model.removeprefix("emulated-")][0] for model in models]
-    return table([f"{hosts} hosts", *names], rows)
+    return table([f"{hosts} hosts", *models], rows)
+
+
+def _model_of(record: Record) -> str:
+    return MODELS[record.results[0]["settings"]["model"].removeprefix("emulated-")][0]
 
 
 def _both(records: Sequence[Record]) -> str:
     return "\n".join(_systems(records, hosts) for hosts in (4, 2))
 
 
-def _collectives(records: Sequence[Record]) -> str:
-    """Returns ms of each operation, and the share of the limit, from 1 MiB on."""
-    [record] = records
-    shown = [(one["world_size"], row["num_bytes"]) for one in record.results for row in one["rows"]]
-    columns = [(hosts, size) for hosts, size in dict.fromkeys(shown) if size >= 2**20 - 64]
-    cells = {(one["world_size"], row["num_bytes"], name_of(row)): row for one in record.results for row in one["rows"]}
-    names = dict.fromkeys(name for _, _, name in cells)
-    rows = [[name, *(time_of(cells[hosts, size, name]) for hosts, size in columns)] for name in names]
-    return table(["", *(f"{hosts} hosts, {size / 2**20:.0f} MiB" for hosts, size in columns)], rows)
-
-
 def _ratios(records: Sequence[Record]) -> str:
     """Returns the speed relative to DDP, with the share of the limits, by hosts and ratio."""
     rows = []
-    for hosts, run in runs_of(records):
+    for name, hosts, run in ((_model_of(record), *found) for record in records for found in runs_of([record])):
         cost = cost_of(run)
         paper, eager = step_row(run, f"dear ({_FORWARD})"), step_row(run, "dear")
         found = {row.name: row for row in rows_of(run)}
@@ -134,7 +126,7 @@ def _ratios(records: Sequence[Record]) -> str:
         ddp = step_row(run, "DDP")
         rows.append(
             [
-                f"{hosts} hosts",
+                f"{name}, {hosts} hosts",
                 f"{cost.ratio:.2g}",
                 f"{1e3 * ddp.seconds:.0f} ({ddp.of_limit:.0%})",
                 "" if ddp.prediction_error is None else f"{ddp.prediction_error:+.0%}",
@@ -219,7 +211,7 @@ EXHIBITS: tuple[Exhibit, ...] = (
     drawn_by("dear_timeline", "dear_timeline", "timeline.png"),
     reported("dear_search", "dear_search"),
     drawn_by("bucket_search", "dear_search", "bucket_search.png"),
-    Table("dear_collectives", ("dear_collectives",), _collectives),
+    Table("dear_collectives", ("dear_collectives",), partial(collectives, least_bytes=2**20 - 64)),
     Table("dear_systems", _SYSTEMS_JOBS, _both),
     Table("dear_ratios", ("dear_ratios_resnet50", "dear_ratios_bert_base"), _ratios),
     Table("dear_gigabit", ("dear_gigabit",), _ratios),

@@ -11,9 +11,10 @@ from benchmarks import large_batches
 from benchmarks.learners import host_speed_report, staleness_report
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import drawn_by, reported, runs_of, span, step_row
+from benchmarks.results.views import collectives, drawn_by, runs_of, span, step_row
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.lab.bench.collectives import median_of
 from lightning_pipesync.lab.bench.converge import config_of
 from lightning_pipesync.lab.bench.converge_report import rows_of
 from lightning_pipesync.lab.bench.tables import table, table_of
@@ -58,6 +59,16 @@ def _one(records: Sequence[Record]) -> dict[str, Any]:
     [record] = records
     [result] = record.results
     return result
+
+
+def _servers(records: Sequence[Record]) -> str:
+    """Returns what was measured, and what the cost model predicts."""
+    return f"{collectives(records)}\nPredicted ms, and how far that is off:\n\n{collectives(records, _prediction)}"
+
+
+def _prediction(row: dict[str, Any]) -> str | None:
+    seconds = row["predicted"]
+    return None if seconds is None else f"{1e3 * seconds:.1f} ({seconds / median_of(row) - 1:+.0%})"
 
 
 def _cost_model(records: Sequence[Record]) -> str:
@@ -193,7 +204,7 @@ _LECTURE = Claims(
 EXHIBITS: tuple[Exhibit, ...] = (
     _LECTURE,
     Table("cost_model", (), _cost_model),
-    reported("servers_collectives", "servers_collectives"),
+    Table("servers_collectives", ("servers_collectives",), _servers),
     Table("hosts_slow", ("hosts_slow",), _hosts),
     Table("hosts_stalls", ("hosts_stalls",), _hosts),
     Table("staleness_counts", ("staleness",), lambda records: staleness_report.table_of_counts(_one(records))),

@@ -12,7 +12,7 @@ from benchmarks.results.exhibit import Exhibit, Gain, Gains, Picture, Sentence, 
 from benchmarks.results.job import ROOT, Job, Record
 from benchmarks.results.papers.ea_pipe import seconds_of
 from benchmarks.results.papers.local_sgd import LOCAL_SGD
-from benchmarks.results.views import cost_of, reported, runs_of, span, step_row, training_row
+from benchmarks.results.views import collectives, cost_of, reported, runs_of, span, step_row, training_row
 from lightning_pipesync.lab.bench.converge_report import Row, rows_of
 from lightning_pipesync.lab.bench.tables import table_of
 
@@ -167,7 +167,7 @@ EXHIBITS: tuple[Exhibit, ...] = (
     Sentence("topics_sentence", ("topics_quality", "topics_time_50"), _what_local_sgd_gains),
     Picture("demo", ("demo",), _draw_demo),
     reported("plan_accuracy", "plan_accuracy"),
-    reported("topologies_collectives", "topologies_collectives"),
+    Table("topologies_collectives", ("topologies_collectives",), collectives),
     reported("topologies_step", "topologies_step"),
     Picture(
         "plan_accuracy",
