@@ -193,11 +193,19 @@ def replay_diloco(
                 if before != pushed.version:
                     add_difference(had, fetched, codec)
                 known[pushed.rank], fetched = (pushed.version, had), had
-            replica.load_state_dict({**replica.state_dict(), **dict(fetched.named_parameters())})  # it has its buffers
+            took_at = [fetch.step for fetch in pushed.accrued.fetches]
+            at_push = copy.deepcopy(replica)
+            parameters = [each.parameters() for each in (replica, fetched, at_push)]
+            if not took_at:  # it had waited for the weights; it keeps its buffers
+                replica.load_state_dict({**replica.state_dict(), **dict(fetched.named_parameters())})
             for step in range(pushed.accrued.first_step, pushed.step + 1):
                 optimizer.zero_grad()
                 loss(replica, step - 1, pushed.rank).backward()
                 optimizer.step()
+                if step in took_at:
+                    with torch.no_grad():
+                        for now, new, before in zip(*parameters, strict=True):
+                            now.add_(new - before)
             moved = [before - now for before, now in both(fetched, replica)]
             if codec is not None:
                 flat = Bucket(moved)

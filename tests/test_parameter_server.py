@@ -83,6 +83,9 @@ DILOCO: list[tuple[int, str, dict[str, Any]]] = [
     (2, "sgd", {"period": 2, "k": 1, "outer_momentum": 0.0, "outer_lr": 0.5}),
     (3, "adamw", {"period": 3, "k": 2, "servers": 1}),
     (4, "sgd", {"period": 2, "k": 1, "grace_s": 0.02, "staleness_lr": "gradient"}),
+    (2, "adamw", {"period": 3, "k": 1, "overlap_steps": 2}),
+    (3, "sgd", {"period": 2, "k": 2, "overlap_steps": 2, "servers": 1}),
+    (4, "adamw", {"period": 3, "overlap_steps": 1}),
 ]
 
 
@@ -127,7 +130,7 @@ def trained(world_size: int) -> Outcomes:
             cases["easgd"] = partial(train, name, {"policy": "easgd", **given})
     for number, name, given in DILOCO:
         if number == world_size:
-            cases["diloco"] = partial(train, name, {"policy": "diloco", **given})
+            cases["diloco", name] = partial(train, name, {"policy": "diloco", **given})
     return launch_cases(cases, world_size)
 
 
@@ -175,7 +178,7 @@ def test_the_log_explains_easgd(world_size: int, optimizer: str, settings: dict[
 
 @pytest.mark.parametrize(("world_size", "optimizer", "settings"), DILOCO)
 def test_the_log_explains_diloco(world_size: int, optimizer: str, settings: dict[str, Any]) -> None:
-    outcomes = trained(world_size)["diloco"]
+    outcomes = trained(world_size)["diloco", optimizer]
     log, period = outcomes[0][0], settings["period"]
     outer = {name: settings[name] for name in ("outer_lr", "outer_momentum") if name in settings}
     expected = state(replay_diloco(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, **outer)[-1])
@@ -185,6 +188,9 @@ def test_the_log_explains_diloco(world_size: int, optimizer: str, settings: dict
         assert [each.accrued.first_step for each in of_rank] == [1, *(one.step + 1 for one in of_rank[:-1])]
         assert of_rank[-1].step == STEPS - 2 * (rank == 1), "a flush loses no step"
         assert max(each.num_steps for each in of_rank) == period
+        under = [fetch.step - one.accrued.first_step + 1 for one in of_rank for fetch in one.accrued.fetches]
+        assert all(0 < steps <= settings["overlap_steps"] for steps in under), "a flush takes them earlier"
+        assert bool(under) == ("overlap_steps" in settings)
     for update in log:  # each counts by its steps, and by its staleness
         by_staleness = [max(1, number) if "staleness_lr" in settings else 1 for number in update.staleness]
         counts = [each.num_steps / number for each, number in zip(update.gradients, by_staleness, strict=True)]
@@ -199,19 +205,23 @@ def train_in_rounds(method: type[Any], settings: dict[str, Any]) -> dict[str, Te
         optimizer.zero_grad()
         loss(model, i, dist.get_rank()).backward()
         sync.step()
+    weights = {name: value.clone() for name, value in state(model).items()}
     sync.flush()
-    weights = state(model)
     sync.detach()
     return weights
 
 
-def test_a_quorum_of_all_is_diloco() -> None:
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_a_quorum_of_all_is_diloco(overlap_steps: int) -> None:
+    """Until a flush, which takes what is under way."""
+    shared = {"period": 4, "overlap_steps": overlap_steps}
     cases = {
-        "servers": partial(train_in_rounds, ParameterServer, {"policy": "diloco", "period": 4}),
-        "rounds": partial(train_in_rounds, LocalSGD, {"period": 4, "outer_optimizer": "nesterov", "lr_scale": 1.0}),
+        "servers": partial(train_in_rounds, ParameterServer, {"policy": "diloco", **shared}),
+        "rounds": partial(train_in_rounds, LocalSGD, {"outer_optimizer": "nesterov", "lr_scale": 1.0, **shared}),
     }
     outcomes = launch_cases(cases, 2)
-    assert_weights(outcomes["servers"], outcomes["rounds"][0])
+    for served, expected in zip(outcomes["servers"], outcomes["rounds"], strict=True):
+        assert_weights([served], expected)
 
 
 def train_replica(policy: str, resumed: bool, resumes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -268,17 +278,16 @@ def load_in_midst(settings: dict[str, Any]) -> dict[str, Tensor]:
 def test_training_continues_from_loaded_weights() -> None:
     """Gradients that were pushed or accrued before, and weights that were requested, have no effect."""
     cases: dict[str, dict[str, Any]] = {
-        "downpour": {"n_push": 2},
-        "easgd": {"period": 2},
-        "diloco": {"period": 3, "k": 1},
-        "k_sync": {"k": 2},
-        "k_batch_async": {"k": 2},
+        "downpour": {"policy": "downpour", "n_push": 2},
+        "easgd": {"policy": "easgd", "period": 2},
+        "diloco": {"policy": "diloco", "period": 3, "k": 1},
+        "on their way": {"policy": "diloco", "period": 4, "k": 2, "overlap_steps": 3},
+        "k_sync": {"policy": "k_sync", "k": 2},
+        "k_batch_async": {"policy": "k_batch_async", "k": 2},
     }
-    outcomes = launch_cases(
-        {policy: partial(load_in_midst, {"policy": policy, **given}) for policy, given in cases.items()}, 3
-    )
-    for policy in cases:
-        assert_weights(outcomes[policy], seeded_mlp(1).state_dict())
+    outcomes = launch_cases({name: partial(load_in_midst, settings) for name, settings in cases.items()}, 3)
+    for name in cases:
+        assert_weights(outcomes[name], seeded_mlp(1).state_dict())
 
 
 def load_on_some(settings: dict[str, Any]) -> tuple[str, str] | None:

@@ -151,6 +151,7 @@ class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         n_fetch: int = 1,
         period: int = 10,
         elastic_force: Literal["auto"] | float = "auto",
+        overlap_steps: int = 0,
         grace_s: float = 0.0,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,

@@ -363,6 +363,8 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         period: tau of ``easgd``, H of ``diloco``: steps of a learner from one exchange with the servers to the next.
         elastic_force: alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers'
             weights move. ``auto``: 0.9 / number of learners.
+        overlap_steps: Steps of ``diloco`` under which the servers' new weights are on their way, at most ``period``;
+            what a learner has moved meanwhile is added to them. 0: it waits for them.
         grace_s: Seconds for which an update of ``diloco`` waits for further learners once ``k`` have pushed.
         outer_lr: Learning rate of the outer optimizer of ``diloco``, which is SGD with Nesterov momentum.
         outer_momentum: Its momentum, in [0, 1). With a ``k`` well below the number of learners set less: each of them
@@ -442,6 +444,7 @@ class ParameterServerStrategyMixin(SyncStrategyMixin):
         n_fetch: int = 1,
         period: int = 10,
         elastic_force: Literal["auto"] | float = "auto",
+        overlap_steps: int = 0,
         grace_s: float = 0.0,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,

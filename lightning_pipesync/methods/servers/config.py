@@ -42,6 +42,7 @@ _POLICIES_WITH = {
     "n_fetch": ("downpour",),
     "period": ("easgd", "diloco"),
     "elastic_force": ("easgd",),
+    "overlap_steps": ("diloco",),
     "grace_s": ("diloco",),
     "outer_lr": ("diloco",),
     "outer_momentum": ("diloco",),
@@ -107,6 +108,10 @@ class ParameterServerConfig(Settings):
     elastic_force: Literal["auto"] | float = "auto"
     """alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers' weights move.
     ``auto``: 0.9 / number of learners."""
+
+    overlap_steps: int = 0
+    """Steps of ``diloco`` under which the servers' new weights are on their way, at most ``period``; what a learner has
+    moved meanwhile is added to them. 0: it waits for them."""
 
     grace_s: float = 0.0
     """Seconds for which an update of ``diloco`` waits for further learners once ``k`` have pushed."""
@@ -184,9 +189,12 @@ class ParameterServerConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         codec, fetch_codec = get_codec(self.compression), get_codec(self.fetch_compression, "fetch_compression")
-        self._check_least(k=1, n=1, staleness_bound=0, n_push=1, n_fetch=1, period=1, servers=1)
+        self._check_least(k=1, n=1, staleness_bound=0, n_push=1, n_fetch=1, period=1, overlap_steps=0, servers=1)
         self._check("distance_bound", 0 < self.distance_bound < math.inf, "a positive number")
         self._check("elastic_force", self.elastic_force == "auto" or 0 < self.elastic_force < 1, "'auto' or in (0, 1)")
+        if self.policy == "diloco":
+            most = f"at most period={self.period}, where a learner pushes again"
+            self._check("overlap_steps", self.overlap_steps <= self.period, most)
         self._check("grace_s", 0 <= self.grace_s < math.inf, "at least 0 seconds")
         self._check("outer_lr", 0 < self.outer_lr < math.inf, "a positive number")
         self._check("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)")

@@ -169,7 +169,8 @@ class DiLoCoLearner(_LocalLearner):
     """Trains with the user's optimizer, and pushes how far ``period`` steps have moved the weights that it had fetched.
 
     It continues from the weights that the outer optimizer has made of that (asynchronous DiLoCo, arXiv 2401.09135;
-    Decoupled DiLoCo, arXiv 2604.21428). The movement is the fetched weights minus its own: an outer gradient.
+    Decoupled DiLoCo, arXiv 2604.21428). The movement is the fetched weights minus its own: an outer gradient. With
+    ``overlap_steps`` it trains on until they are there, and adds to them what these steps have moved its own.
     """
 
     owns_optimizer = True
@@ -177,21 +178,30 @@ class DiLoCoLearner(_LocalLearner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.outer: Optimizer = self._config.outer_optimizer(self._optimizers[0])
+        self._pushed: list[Tensor] = []  # its weights at the push for which it will take weights later
 
     def step(self, index: int, update: Callable[[], T] | None) -> T | None:
         result = self._user_steps.update_own(index, update)
         self.steps += 1
-        if self.steps - self._first_step + 1 == self._config.period:
+        since_push = self.steps - self._first_step + 1
+        if since_push == self._config.overlap_steps:
+            self._take_weights()
+        if since_push == self._config.period:
             self._exchange()
         return result
 
     def retire(self) -> None:
+        self._take_weights()
         if self._first_step <= self.steps:
             self._exchange()
+            self._take_weights()
         super().retire()
+        self._fetches = []
 
     def retire_to_reload(self) -> None:
-        self._first_step = self.steps + 1
+        if self._pushed:
+            self._receive()
+        self._pushed, self._fetches, self._first_step = [], [], self.steps + 1
         super().retire_to_reload()
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,11 +213,26 @@ class DiLoCoLearner(_LocalLearner):
         load_optimizer_state(self._optimizers[0], state["optimizer"])
 
     def _exchange(self) -> None:
-        """Pushes the movement, and waits for the weights that the outer optimizer makes of it."""
+        """Pushes the movement, and takes the weights that the outer optimizer makes of it, now or in later steps."""
         for bucket in self._buckets:
             bucket.pack_movement()
         self._push_accrued([[True] * len(bucket.members) for bucket in self._buckets])
-        self._await_weights()
+        if self._config.overlap_steps == 0:
+            self._await_weights()
+            return
+        for bucket in self._buckets:
+            bucket.pack_values()
+        self._pushed = [bucket.packed.clone() for bucket in self._buckets]
+
+    def _take_weights(self) -> None:
+        """Waits for the weights, if any are to come, and moves on from them as it has moved since the push."""
+        if not self._pushed:
+            return
+        self._receive()
+        for bucket, pushed in zip(self._buckets, self._pushed, strict=True):
+            bucket.unpack_moved_on(pushed)
+        self._pushed = []
+        self._fetches.append(self._fetch_of(self.steps, before_pass=False))
 
     def _settings_of(self, index: int) -> UpdateSettings:
         return UpdateSettings(current(self.outer))

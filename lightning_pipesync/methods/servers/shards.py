@@ -85,6 +85,12 @@ class SharedBucket:
         """Copies the received weights into the parameters."""
         self._values.unpack(self._tensors)
 
+    @torch.no_grad()
+    def unpack_moved_on(self, before: Tensor) -> None:
+        """Makes the parameters what was received, moved as far as they have moved since they were ``before``."""
+        self.packed.copy_(self._values.flat).sub_(before)
+        foreach_add_(self._tensors, self._gradients.views, alpha=1)
+
     def unpack_from(self, flat: Tensor) -> None:
         """Copies a clone of :attr:`packed` into the parameters."""
         self.packed.copy_(flat)
