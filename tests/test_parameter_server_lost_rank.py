@@ -109,6 +109,7 @@ def test_the_others_continue_without_a_rank_that_dies(policy: str, tmp_path: Pat
     [
         *((policy, {"servers": 2}) for policy in ("k_batch_async", "sync", "easgd", "diloco")),
         *((policy, {"servers": 1, "dedicated_servers": True}) for policy in ("async", "easgd", "diloco")),
+        ("diloco", {"servers": 2, "period": 2, "overlap_steps": 2}),
     ],
     ids=str,
 )
