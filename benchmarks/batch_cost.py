@@ -130,6 +130,7 @@ workers of BSP takes the time and the memory of the first line of a model, besid
                 panel.plot(workers, [n / workers[0] for n in workers], ":k", label="linear")
                 panel.set(xscale="log", yscale="log", xlabel="mini-batch over b", ylabel=f"{name} over that with b")
                 panel.set_xticks(workers, map(str, workers))
+                panel.set_yticks(workers, map(str, workers))
                 panel.minorticks_off()
                 panel.grid(alpha=0.3)
 

@@ -136,6 +136,7 @@ worker, each with a mini-batch of its own; in brackets the most that the cost mo
                 panel.plot(counts, counts, ":k", label="linear")
                 panel.set(xscale="log", yscale="log", xlabel="workers", title=f"communication {ratio:g} of computation")
                 panel.set_xticks(counts, map(str, counts))
+                panel.set_yticks([0.5, *counts], map("{:g}".format, [0.5, *counts]))
                 panel.minorticks_off()
                 panel.grid(alpha=0.3)
             panels[0].set_ylabel("throughput over that of one worker")
