@@ -123,6 +123,7 @@ worker, each with a mini-batch of its own; in brackets the most that the cost mo
     def draw(self, results: list[dict[str, Any]]) -> None:
         """Draws the relative throughput over the number of workers, a panel for each ratio."""
         ratios, counts = results[0]["settings"]["ratio"], [1, *(result["world_size"] for result in results)]
+        ticks = [0.5, *counts]
         size = (4.2 * len(ratios), 4)
         shared: dict[str, Any] = {"columns": len(ratios), "legend": "below", "legend_columns": 3}
         with picture(self.output / "scaling.png", size, **shared) as [panels]:
@@ -136,7 +137,7 @@ worker, each with a mini-batch of its own; in brackets the most that the cost mo
                 panel.plot(counts, counts, ":k", label="linear")
                 panel.set(xscale="log", yscale="log", xlabel="workers", title=f"communication {ratio:g} of computation")
                 panel.set_xticks(counts, map(str, counts))
-                panel.set_yticks([0.5, *counts], map("{:g}".format, [0.5, *counts]))
+                panel.set_yticks(ticks, map("{:g}".format, ticks))
                 panel.minorticks_off()
                 panel.grid(alpha=0.3)
             panels[0].set_ylabel("throughput over that of one worker")

@@ -47,8 +47,9 @@ MOVED = {"stages": "stages", "pipeline": "pipeline", "plan": "plan_accuracy"}
 #: Former options and values of subcommands, which only the benchmark of the same name in that folder takes now.
 _PAPERS = frozenset({"serial", "wfbp", "mg-wfbp", "horovod", "horovod-bo", "byte-scheduler", "ps"})
 _PAPERS |= {"emulated-densenet201", "emulated-inceptionv4"}
+MOVED_TASKS = ("mnist1d", "signals", "tiny_llama")
 MOVED_WORDS = {
-    "converge": frozenset({"--compute", "--slow", "--stalls", "mnist1d", "signals", "tiny_llama"}),
+    "converge": frozenset({"--compute", "--slow", "--stalls", *MOVED_TASKS}),
     "step": _PAPERS,
     "timeline": _PAPERS,
 }
@@ -59,17 +60,7 @@ EXTRAS |= {"plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
-TASKS_WITHOUT_SKLEARN = (
-    "mnist1d",
-    "signals",
-    "tiny_llama",
-    "topics",
-    "words",
-    "cifar10",
-    "cifar100",
-    "imagenet",
-    "wikitext",
-)
+TASKS_WITHOUT_SKLEARN = (*MOVED_TASKS, "topics", "words", "cifar10", "cifar100", "imagenet", "wikitext")
 
 #: The end of the help, about the option that comes before a subcommand.
 EPILOG = (

@@ -195,7 +195,6 @@ def replay_diloco(
                 known[pushed.rank], fetched = (pushed.version, had), had
             took_at = [fetch.step for fetch in pushed.accrued.fetches]
             at_push = copy.deepcopy(replica)
-            parameters = [each.parameters() for each in (replica, fetched, at_push)]
             if not took_at:  # it had waited for the weights; it keeps its buffers
                 replica.load_state_dict({**replica.state_dict(), **dict(fetched.named_parameters())})
             for step in range(pushed.accrued.first_step, pushed.step + 1):
@@ -203,6 +202,7 @@ def replay_diloco(
                 loss(replica, step - 1, pushed.rank).backward()
                 optimizer.step()
                 if step in took_at:
+                    parameters = [each.parameters() for each in (replica, fetched, at_push)]
                     with torch.no_grad():
                         for now, new, before in zip(*parameters, strict=True):
                             now.add_(new - before)

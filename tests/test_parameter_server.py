@@ -197,7 +197,8 @@ def test_the_log_explains_diloco(world_size: int, optimizer: str, settings: dict
         assert update.weights == pytest.approx([count * len(counts) / sum(counts) for count in counts])
 
 
-def train_in_rounds(method: type[Any], settings: dict[str, Any]) -> dict[str, Tensor]:
+def train_in_rounds(method: type[Any], settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights before a flush at the end of a round, and after it."""
     model = seeded_mlp()
     optimizer = OPTIMIZERS["adamw"](model)
     sync = method(model, optimizer, timeout_s=60, **settings)
@@ -207,21 +208,24 @@ def train_in_rounds(method: type[Any], settings: dict[str, Any]) -> dict[str, Te
         sync.step()
     weights = {name: value.clone() for name, value in state(model).items()}
     sync.flush()
+    flushed = state(model)
     sync.detach()
-    return weights
+    return weights, flushed
 
 
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 def test_a_quorum_of_all_is_diloco(overlap_steps: int) -> None:
-    """Until a flush, which takes what is under way."""
+    """With an overlap until a flush, which takes what is under way."""
     shared = {"period": 4, "overlap_steps": overlap_steps}
     cases = {
         "servers": partial(train_in_rounds, ParameterServer, {"policy": "diloco", **shared}),
         "rounds": partial(train_in_rounds, LocalSGD, {"outer_optimizer": "nesterov", "lr_scale": 1.0, **shared}),
     }
     outcomes = launch_cases(cases, 2)
-    for served, expected in zip(outcomes["servers"], outcomes["rounds"], strict=True):
+    for (served, _), (expected, _) in zip(outcomes["servers"], outcomes["rounds"], strict=True):
         assert_weights([served], expected)
+    if not overlap_steps:
+        assert_weights([flushed for _, flushed in outcomes["servers"]], outcomes["rounds"][0][1])
 
 
 def train_replica(policy: str, resumed: bool, resumes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

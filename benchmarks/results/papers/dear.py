@@ -51,6 +51,8 @@ _DEAR, _PAPERS_DEAR = (SYSTEMS[name][0] for name in ("dear:fusion=bo", "dear:fus
 _RS, _AG = SYSTEMS["dear-rs"][0], SYSTEMS["dear-ag"][0]
 _COMPARED = " ".join(SYSTEMS)
 _STEP = "python -m benchmarks.step"
+#: Or almost: sizes are multiples of the number of ranks.
+_ONE_MIB = 2**20 - 64
 
 JOBS = (
     Job("dear_timeline", "pipesync bench timeline --rate 200mbit", 1),
@@ -149,7 +151,7 @@ def _halves(records: Sequence[Record]) -> Finding:
         if one["world_size"] > 4:
             continue  # two processors carry the messages of eight hosts
         rows = {(name_of(row), row["num_bytes"]): median_of(row) for row in one["rows"]}
-        sizes = sorted({size for _, size in rows if size >= 2**20 - 64})
+        sizes = sorted({size for _, size in rows if size >= _ONE_MIB})
         over += [rows["ours: reduce_scatter + all_gather", size] / rows["gloo: all_reduce", size] for size in sizes]
     text = f"the two halves take {span(over)} times as long as Gloo's all-reduce on 2 and 4 hosts, 1 to 16 MiB"
     return Finding(text, [one < 1.1 for one in over])
@@ -211,7 +213,7 @@ EXHIBITS: tuple[Exhibit, ...] = (
     drawn_by("dear_timeline", "dear_timeline", "timeline.png"),
     reported("dear_search", "dear_search"),
     drawn_by("bucket_search", "dear_search", "bucket_search.png"),
-    Table("dear_collectives", ("dear_collectives",), partial(collectives, least_bytes=2**20 - 64)),
+    Table("dear_collectives", ("dear_collectives",), partial(collectives, least_bytes=_ONE_MIB)),
     Table("dear_systems", _SYSTEMS_JOBS, _both),
     Table("dear_ratios", ("dear_ratios_resnet50", "dear_ratios_bert_base"), _ratios),
     Table("dear_gigabit", ("dear_gigabit",), _ratios),

@@ -53,7 +53,7 @@ class FactorizedGradient:
     @property
     def factor(self) -> Tensor:
         """The one that was summed last."""
-        return self.factors[Q if self.side == P else P]
+        return self.factors[self._other]
 
     @property
     def rank(self) -> int:
@@ -85,7 +85,7 @@ class FactorizedGradient:
     def receive(self, mean: Tensor) -> None:
         """Takes the mean of all ranks' parts; the other factor is next."""
         self.factors[self.side].copy_(mean)
-        self.side = Q if self.side == P else P
+        self.side = self._other
 
     def approximate(self, gradient: Tensor) -> None:
         """Overwrites ``gradient`` with P Q^T, after :meth:`receive`."""
@@ -102,6 +102,10 @@ class FactorizedGradient:
         self.residual.copy_(state["residual"])
         self.side = state["side"]
         self.factor.copy_(state["factor"])
+
+    @property
+    def _other(self) -> int:
+        return Q if self.side == P else P
 
 
 class LowRankGradients:

@@ -36,6 +36,12 @@ class _LocalLearner(Learner):
         self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued, of_shards=self._of_shards), present)
         self._first_step, self._fetches = self.steps + 1, []
 
+    def _copy_of_weights(self) -> list[Tensor]:
+        """Returns the weights that this learner has now, packed."""
+        for bucket in self._buckets:
+            bucket.pack_values()
+        return [bucket.packed.clone() for bucket in self._buckets]
+
 
 class DownpourLearner(_LocalLearner):
     """Takes local steps of plain SGD, and pushes accrued gradients and fetches weights under computation.
@@ -135,9 +141,7 @@ class EASGDLearner(_LocalLearner):
         self._fetches.append(self._fetch_of(self.steps + 1, before_pass=True))
 
     def keep_replica(self) -> None:
-        for bucket in self._buckets:
-            bucket.pack_values()
-        self._kept = [bucket.packed.clone() for bucket in self._buckets]
+        self._kept = self._copy_of_weights()
 
     def restore_replica(self) -> None:
         for bucket, kept in zip(self._buckets, self._kept, strict=bool(self._kept)):
@@ -219,10 +223,8 @@ class DiLoCoLearner(_LocalLearner):
         self._push_accrued([[True] * len(bucket.members) for bucket in self._buckets])
         if self._config.overlap_steps == 0:
             self._await_weights()
-            return
-        for bucket in self._buckets:
-            bucket.pack_values()
-        self._pushed = [bucket.packed.clone() for bucket in self._buckets]
+        else:
+            self._pushed = self._copy_of_weights()
 
     def _take_weights(self) -> None:
         """Waits for the weights, if any are to come, and moves on from them as it has moved since the push."""
