@@ -41,9 +41,13 @@ def skip_if_a_process_starts(event: str, args: object = ()) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """What trains in the tests' own process leaves a process group and threads there: `launch` is for that."""
+    """What trains in the tests' own process leaves a process group and threads there: `launch` is for that.
+
+    A processor that flushes denormals also spoils the tests that follow.
+    """
     yield
     assert torch.get_num_threads() == 1
+    assert torch.tensor([1e-40]).mul(1).item() > 0  # else denormals are flushed
     assert not torch.distributed.is_initialized()
 
 

@@ -16,7 +16,8 @@ class Int2(ScaledChunks):
     which is 0 to 3, in two bits, the first of four neighbors in the lowest. So a value decodes to the largest magnitude
     of its chunk or to a third of it, with either sign, and the error is at most a third. No level is zero, but a chunk
     of zeros, or of subnormals, has a scale of zero. Use it with error feedback. A chunk with a NaN or an infinity
-    decodes to NaNs and infinities everywhere; so does one with magnitudes near the largest fp32 number.
+    decodes to NaNs and infinities everywhere; so does one with magnitudes near the largest fp32 number. Where the
+    processor flushes denormals, a chunk with a magnitude above 1.27e38 loses its signs.
     """
 
     name = "int2"
