@@ -115,6 +115,9 @@ LIMITS: list[tuple[dict[str, Any], float]] = [
     ({"policy": "n_softsync", "n": 2}, 1 / 3.5),
     ({"policy": "ssp", "staleness_bound": 2}, 2 / 4),
     ({"policy": "downpour", "n_push": 4, "n_fetch": 2}, 1 / 3.5),
+    ({"policy": "easgd", "period": 8}, 1 / 3.5),
+    ({"policy": "diloco", "period": 8}, 2 / 4),
+    ({"policy": "diloco", "period": 8, "k": 1}, 1 / 3.5),
 ]
 
 

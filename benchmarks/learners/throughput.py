@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from benchmarks.learners.simulated_learners import SimulatedLearners, num_gradients
 from lightning_pipesync.methods.servers import ParameterServerConfig
@@ -13,14 +14,21 @@ def gradients_per_second(
 ) -> float:
     """Returns the gradients that updates use in a second, from a simulation of ``least_gradients`` or some more.
 
-    ``passes`` yields the seconds of each host's passes, without an end.
+    ``passes`` yields the seconds of each host's passes, without an end. What a learner with an optimizer of its own
+    pushes are the steps of a period.
     """
+    steps = config.period if config.policy in ("easgd", "diloco") else 1
     used = 0
-    for seconds, update in SimulatedLearners(config, passes).updates():
-        used += num_gradients(update)
+    for seconds, update in SimulatedLearners(config, [_in_periods(of_host, steps) for of_host in passes]).updates():
+        used += steps * num_gradients(update)
         if used >= least_gradients:
             return used / seconds
     raise AssertionError("updates have no end")
+
+
+def _in_periods(passes: Iterator[float], steps: int) -> Iterator[float]:
+    while True:
+        yield sum(islice(passes, steps))
 
 
 def together_per_second(passes: Sequence[Iterator[float]], num_steps: int = 5000) -> float:

@@ -27,7 +27,7 @@ _METHODS = [
     *(f"parameter_server:policy={policy}" for policy in _POLICIES),
     *(f"parameter_server:policy={policy},{_PREDICTED}" for policy in ("k_batch_async", "async", "n_softsync,n=2")),
 ]
-_HOSTS = "python -m benchmarks.converge --hosts 4 --compute 100ms --evaluations 57 --seeds 0 1"
+ON_HOSTS = "python -m benchmarks.converge --hosts 4 --compute 100ms --evaluations 57 --seeds 0 1"
 
 JOBS = (
     Job(
@@ -35,8 +35,8 @@ JOBS = (
         "python -m benchmarks.collectives --hosts 2 4 --rate 200mbit --sizes_mib 4 8 16 --codecs none --rounds 5",
         4,
     ),
-    Job("hosts_slow", f"{_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 14),
-    Job("hosts_stalls", f"{_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 18),
+    Job("hosts_slow", f"{ON_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 14),
+    Job("hosts_stalls", f"{ON_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 18),
     Job("staleness", "python -m benchmarks.staleness", 4),
     Job("large_batches_digits", "python -m benchmarks.large_batches --task digits", 10),
     Job("large_batches_mnist1d", "python -m benchmarks.large_batches --task mnist1d", 4),
@@ -46,7 +46,7 @@ JOBS = (
 _LARGE_BATCHES = ("large_batches_digits", "large_batches_mnist1d")
 
 
-def _hosts(records: Sequence[Record]) -> str:
+def hosts_table(records: Sequence[Record]) -> str:
     """Returns what each policy gains on hosts of different speed."""
     result = _one(records)
     columns = host_speed_report.columns_of(result, config_of)
@@ -205,8 +205,8 @@ EXHIBITS: tuple[Exhibit, ...] = (
     _LECTURE,
     Table("cost_model", (), _cost_model),
     Table("servers_collectives", ("servers_collectives",), _servers),
-    Table("hosts_slow", ("hosts_slow",), _hosts),
-    Table("hosts_stalls", ("hosts_stalls",), _hosts),
+    Table("hosts_slow", ("hosts_slow",), hosts_table),
+    Table("hosts_stalls", ("hosts_stalls",), hosts_table),
     Table("staleness_counts", ("staleness",), lambda records: staleness_report.table_of_counts(_one(records))),
     Table("staleness_errors", ("staleness",), lambda records: staleness_report.table_of_policies(_one(records))),
     Table("staleness_downpour", ("staleness",), lambda records: staleness_report.table_of_downpour(_one(records))),
