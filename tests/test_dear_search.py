@@ -159,6 +159,23 @@ def test_buckets_change_and_nothing_else_does(optimizer: str, world_size: int, u
             assert_same(outcome["optimizer"][index], kept, exact=world_size == 2)
 
 
+def smallest_tried() -> tuple[float, float]:
+    """Returns the size of the first bucket of a grid, and that of the model, in MiB."""
+    run = Run(DeAR, "sgd", backwards(), **{**SEARCHING, "fusion": "grid", "search_mb": (2e-4, 1.0)})
+    for number in range(STEPS):
+        step(run, number)
+    size = sum(parameter.nbytes for parameter in run.model.parameters()) / MIB
+    smallest = run.sync.trials[1].fusion.bucket_mb
+    run.end()
+    return smallest, size
+
+
+def test_small_models_have_small_buckets() -> None:
+    for smallest, size in on_ranks(smallest_tried, 2):
+        assert size > 2e-4
+        assert smallest == pytest.approx(size / 40)
+
+
 def compressed(update: str) -> tuple[dict[str, Tensor], float]:
     """Returns the weights, and how far what the ranks have dropped is off after buckets have changed."""
     run = Run(DeAR, "sgd", backwards(), **{**SEARCHING, "fusion": "random", "compression": "bf16", "update": update})

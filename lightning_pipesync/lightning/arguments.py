@@ -38,7 +38,8 @@ class DeARStrategyMixin(SyncStrategyMixin):
         bucket_mb: Maximum bucket size in MiB; in a search, that of the first trial.
         edge_mb: Maximum size in MiB of the first and of the last bucket, which nothing hides; sizes double towards the
             middle, up to ``bucket_mb``. None: the same for all buckets. A search finds its own.
-        search_mb: Smallest and largest bucket size of a search, in MiB; at most the size of the model.
+        search_mb: Smallest and largest bucket size of a search, in MiB; at most the size of the model, of which a
+            fortieth is searched, too.
         trial_steps: Steps of a trial of the search; fewer with a size that is clearly worse.
         max_trials: Maximum number of trials of a search, which ends earlier if it has converged.
         tuning_file: JSON file to which rank 0 writes the trials of a search, and from which a search of the same model

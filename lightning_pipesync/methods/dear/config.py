@@ -58,7 +58,8 @@ class DeARConfig(Settings):
     to ``bucket_mb``. None: the same for all buckets. A search finds its own."""
 
     search_mb: MiBRange = (1.0, 100.0)
-    """Smallest and largest bucket size of a search, in MiB; at most the size of the model."""
+    """Smallest and largest bucket size of a search, in MiB; at most the size of the model, of which a fortieth is
+    searched, too."""
 
     trial_steps: int = 10
     """Steps of a trial of the search; fewer with a size that is clearly worse."""

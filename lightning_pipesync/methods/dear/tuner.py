@@ -22,6 +22,7 @@ from lightning_pipesync.core.extras import missing_extra
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
+from lightning_pipesync.core.work import MOST_BUCKETS
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial, fastest
@@ -108,6 +109,7 @@ class FusionTuner:
         if self.finished:
             return
         if self._transport.rank == 0:
+            smallest = min(smallest, largest / MOST_BUCKETS)
             self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
         self._begin_trial(self.fusion)
         if (state := everyone[0][0]) is not None:
