@@ -159,9 +159,10 @@ def test_buckets_change_and_nothing_else_does(optimizer: str, world_size: int, u
             assert_same(outcome["optimizer"][index], kept, exact=world_size == 2)
 
 
-def smallest_tried() -> tuple[float, float]:
-    """Returns the size of the first bucket of a grid, and that of the model, in MiB."""
-    run = Run(DeAR, "sgd", backwards(), **{**SEARCHING, "fusion": "grid", "search_mb": (2e-4, 1.0)})
+def smallest_tried(settings: dict[str, Any]) -> tuple[float, float]:
+    """Returns the smallest size of a grid, and that of the model, in MiB."""
+    wide = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 3))
+    run = Run(DeAR, "sgd", wide, **{**SEARCHING, "fusion": "grid", **settings})
     for number in range(STEPS):
         step(run, number)
     size = sum(parameter.nbytes for parameter in run.model.parameters()) / MIB
@@ -171,9 +172,11 @@ def smallest_tried() -> tuple[float, float]:
 
 
 def test_small_models_have_small_buckets() -> None:
-    for smallest, size in on_ranks(smallest_tried, 2):
-        assert size > 2e-4
+    for smallest, size in on_ranks(smallest_tried, 2, {"search_mb": None}):
+        assert 1 < size < 40
         assert smallest == pytest.approx(size / 40)
+    for smallest, _ in on_ranks(smallest_tried, 2, {"search_mb": (0.5, 1.0)}):
+        assert smallest == 0.5
 
 
 def compressed(update: str) -> tuple[dict[str, Tensor], float]:

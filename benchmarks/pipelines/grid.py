@@ -40,15 +40,19 @@ def train_at_once(task: Task, settings: PipelineOptions) -> Iterator[dict[str, A
     torch.set_flush_denormal(True)  # the momentum of dead units becomes denormal
     torch.set_num_threads(1)  # the products are too small for several, which would wait for each other
     try:
-        for batch_size in settings.batch_sizes:
-            for name in dict.fromkeys(_batch_key(method, settings) for method in settings.methods):
-                methods = [method for method in settings.methods if _batch_key(method, settings) == name]
-                members = list(itertools.product(methods, settings.learning_rates, settings.seeds))
-                most = max(1, MOST_MODELS // name[1])
-                for start in range(0, len(members), most):
-                    yield from _train(task, members[start : start + most], batch_size, settings)
+        yield from _train_in_batches(task, settings)
     finally:
         torch.set_flush_denormal(False)
+
+
+def _train_in_batches(task: Task, settings: PipelineOptions) -> Iterator[dict[str, Any]]:
+    for batch_size in settings.batch_sizes:
+        for name in dict.fromkeys(_batch_key(method, settings) for method in settings.methods):
+            methods = [method for method in settings.methods if _batch_key(method, settings) == name]
+            members = list(itertools.product(methods, settings.learning_rates, settings.seeds))
+            most = max(1, MOST_MODELS // name[1])
+            for start in range(0, len(members), most):
+                yield from _train(task, members[start : start + most], batch_size, settings)
 
 
 def _batch_key(method: str, settings: PipelineOptions) -> tuple[str, int, float | None]:

@@ -37,7 +37,7 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         fusion: Literal["bo", "random", "grid", "buffer", "layers", "none"] = "bo",
         bucket_mb: float = 25.0,
         edge_mb: float | None = None,
-        search_mb: tuple[float, float] = (1.0, 100.0),
+        search_mb: tuple[float, float] | None = None,
         trial_steps: int = 10,
         max_trials: int = 20,
         tuning_file: str | None = None,

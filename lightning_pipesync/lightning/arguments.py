@@ -38,8 +38,8 @@ class DeARStrategyMixin(SyncStrategyMixin):
         bucket_mb: Maximum bucket size in MiB; in a search, that of the first trial.
         edge_mb: Maximum size in MiB of the first and of the last bucket, which nothing hides; sizes double towards the
             middle, up to ``bucket_mb``. None: the same for all buckets. A search finds its own.
-        search_mb: Smallest and largest bucket size of a search, in MiB; at most the size of the model, of which a
-            fortieth is searched, too.
+        search_mb: Smallest and largest bucket size of a search, in MiB; at most the size of the model. None: 1 to 100,
+            as in the paper; of a model of less than 40 MiB from a fortieth.
         trial_steps: Steps of a trial of the search; fewer with a size that is clearly worse.
         max_trials: Maximum number of trials of a search, which ends earlier if it has converged.
         tuning_file: JSON file to which rank 0 writes the trials of a search, and from which a search of the same model
@@ -92,7 +92,7 @@ class DeARStrategyMixin(SyncStrategyMixin):
         fusion: Literal["bo", "random", "grid", "buffer", "layers", "none"] = "bo",
         bucket_mb: float = 25.0,
         edge_mb: float | None = None,
-        search_mb: tuple[float, float] = (1.0, 100.0),
+        search_mb: tuple[float, float] | None = None,
         trial_steps: int = 10,
         max_trials: int = 20,
         tuning_file: str | None = None,

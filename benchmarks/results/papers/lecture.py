@@ -27,7 +27,14 @@ _METHODS = [
     *(f"parameter_server:policy={policy}" for policy in _POLICIES),
     *(f"parameter_server:policy={policy},{_PREDICTED}" for policy in ("k_batch_async", "async", "n_softsync,n=2")),
 ]
-ON_HOSTS = "python -m benchmarks.converge --hosts 4 --compute 100ms --evaluations 57 --seeds 0 1"
+#: Rounds with a quorum: an update has the mean of K movements, and counts for K of four hosts.
+_ROUNDS = [
+    "ddp",
+    "local_sgd:period=8",
+    *(f"parameter_server:policy=diloco,period=8,k={k},outer_lr={k / 4:g},outer_momentum=0" for k in (4, 3, 2, 1)),
+]
+_SLOW, _STALLS = "--slow 3:50%", "--stalls 5%:10"
+_HOSTS = "python -m benchmarks.converge --hosts 4 --compute 100ms --evaluations 57 --seeds 0 1"
 
 JOBS = (
     Job(
@@ -35,8 +42,10 @@ JOBS = (
         "python -m benchmarks.collectives --hosts 2 4 --rate 200mbit --sizes_mib 4 8 16 --codecs none --rounds 5",
         4,
     ),
-    Job("hosts_slow", f"{ON_HOSTS} --slow 3:50% --methods {' '.join(_METHODS)}", 14),
-    Job("hosts_stalls", f"{ON_HOSTS} --stalls 5%:10 --methods {' '.join(_METHODS)}", 18),
+    Job("hosts_slow", f"{_HOSTS} {_SLOW} --methods {' '.join(_METHODS)}", 14),
+    Job("hosts_stalls", f"{_HOSTS} {_STALLS} --methods {' '.join(_METHODS)}", 18),
+    Job("hosts_slow_rounds", f"{_HOSTS} {_SLOW} --methods {' '.join(_ROUNDS)}", 10),
+    Job("hosts_stalls_rounds", f"{_HOSTS} {_STALLS} --methods {' '.join(_ROUNDS)}", 10),
     Job("staleness", "python -m benchmarks.staleness", 4),
     Job("large_batches_digits", "python -m benchmarks.large_batches --task digits", 10),
     Job("large_batches_mnist1d", "python -m benchmarks.large_batches --task mnist1d", 4),
@@ -46,7 +55,7 @@ JOBS = (
 _LARGE_BATCHES = ("large_batches_digits", "large_batches_mnist1d")
 
 
-def hosts_table(records: Sequence[Record]) -> str:
+def _hosts(records: Sequence[Record]) -> str:
     """Returns what each policy gains on hosts of different speed."""
     result = _one(records)
     columns = host_speed_report.columns_of(result, config_of)
@@ -205,8 +214,7 @@ EXHIBITS: tuple[Exhibit, ...] = (
     _LECTURE,
     Table("cost_model", (), _cost_model),
     Table("servers_collectives", ("servers_collectives",), _servers),
-    Table("hosts_slow", ("hosts_slow",), hosts_table),
-    Table("hosts_stalls", ("hosts_stalls",), hosts_table),
+    *(Table(job, (job,), _hosts) for job in ("hosts_slow", "hosts_stalls", "hosts_slow_rounds", "hosts_stalls_rounds")),
     Table("staleness_counts", ("staleness",), lambda records: staleness_report.table_of_counts(_one(records))),
     Table("staleness_errors", ("staleness",), lambda records: staleness_report.table_of_policies(_one(records))),
     Table("staleness_downpour", ("staleness",), lambda records: staleness_report.table_of_downpour(_one(records))),

@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.results.exhibit import Exhibit, Picture, Table
 from benchmarks.results.job import Job, Record
-from benchmarks.results.papers.lecture import ON_HOSTS, hosts_table
 from benchmarks.results.papers.local_sgd import NAMES as OF_LOCAL_SGD
 from benchmarks.results.views import named, reported, training_row
 from lightning_pipesync.lab.bench.converge_report import COLUMNS, Row, by_method, rows_of, step_seconds
@@ -42,9 +41,6 @@ _FAR = {
 }
 #: As the tables have them.
 _NAMES = OF_LOCAL_SGD | _EACH_STEP | _FAR
-#: Rounds in which a slow host has its part: an update has the mean of K movements, and counts for K of four hosts.
-_QUORUMS = [f"parameter_server:policy=diloco,period=8,k={k},outer_lr={k / 4:g},outer_momentum=0" for k in (4, 3, 2, 1)]
-_AT_ANY_SPEED = " ".join(["ddp", "local_sgd:period=8", *_QUORUMS])
 _CONVERGE = "python -m benchmarks.converge --hosts 4"
 _FRONT = " ".join([*_EACH_STEP, *_ROUNDS])
 _WAN = "--rate 20mbit --delay 40ms"
@@ -72,10 +68,6 @@ JOBS = (
         "low_communication_replicas",
         f"pipesync netlab --hosts 2 {_WAN} -- python -m benchmarks.replicas --period 40 --periods 3 --overlap_steps 8",
         10,
-    ),
-    *(
-        Job(f"low_communication_{name}", f"{ON_HOSTS} {hosts} --methods {_AT_ANY_SPEED}", 10)
-        for name, hosts in (("slow", "--slow 3:50%"), ("stalls", "--stalls 5%:10"))
     ),
 )
 
@@ -152,6 +144,4 @@ EXHIBITS: tuple[Exhibit, ...] = (
     Table("low_communication_time", ("low_communication_time",), _speeds),
     Table("low_communication_wan", ("low_communication_wan",), _speeds),
     reported("low_communication_replicas", "low_communication_replicas"),
-    Table("low_communication_slow", ("low_communication_slow",), hosts_table),
-    Table("low_communication_stalls", ("low_communication_stalls",), hosts_table),
 )

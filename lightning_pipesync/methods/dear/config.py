@@ -18,6 +18,9 @@ Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
 FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
+#: Smallest and largest bucket size of the paper's search, in MiB (Section IV-B).
+SEARCH_MB = (1.0, 100.0)
+
 
 @renamed(values={"overlap": {"paper": "forward"}})
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ class DeARConfig(Settings):
     """Maximum size in MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle, up
     to ``bucket_mb``. None: the same for all buckets. A search finds its own."""
 
-    search_mb: MiBRange = (1.0, 100.0)
-    """Smallest and largest bucket size of a search, in MiB; at most the size of the model, of which a fortieth is
-    searched, too."""
+    search_mb: MiBRange | None = None
+    """Smallest and largest bucket size of a search, in MiB; at most the size of the model. None: 1 to 100, as in the
+    paper; of a model of less than 40 MiB from a fortieth."""
 
     trial_steps: int = 10
     """Steps of a trial of the search; fewer with a size that is clearly worse."""
@@ -112,7 +115,7 @@ class DeARConfig(Settings):
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "a positive number of MiB")
         fits = self.edge_mb is None or 0 < self.edge_mb <= self.bucket_mb
         self._check("edge_mb", fits, f"a positive number of MiB, bucket_mb={self.bucket_mb!r} at most")
-        smallest, largest = self.search_mb
+        smallest, largest = self.search_mb or SEARCH_MB
         self._check("search_mb", 0 < smallest < largest < math.inf, "a smaller and a larger number of MiB")
         self._check_least(trial_steps=4, max_trials=1, num_layers=1)
         if self.topology == "tree" and self.update == "sharded":

@@ -23,7 +23,7 @@ from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.work import MOST_BUCKETS
-from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.config import SEARCH_MB, DeARConfig
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial, fastest
 
@@ -87,15 +87,16 @@ class FusionTuner:
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
         """Starts a search, unless one for as many bytes has started; a collective call.
 
-        There is no search if all parameters fit into the smallest bucket; with deterministic algorithms, since the
-        order of summation depends on the buckets; with copies within a replica, which must have one order; or if rank
-        0 lacks the package for it, which is logged.
+        There is no search if all parameters fit into the smallest bucket, by default 1 MiB; with deterministic
+        algorithms, since the order of summation depends on the buckets; with copies within a replica, which must have
+        one order; or if rank 0 lacks the package for it, which is logged.
         """
         sizes = [sum(map(num_bytes, kind)) for kind in of_one_kind(parameters)]
         if self._config.fusion not in SEARCHES or sizes == self._sizes:
             return
         self._sizes, self.fusion, self.trials = sizes, self._config.first_fusion(), []
-        smallest, largest = self._config.search_mb[0], min(self._config.search_mb[1], max(sizes) / MIB)
+        smallest, largest = self._config.search_mb or SEARCH_MB
+        largest = min(largest, max(sizes) / MIB)
         found = None if self._file is None else self._file.read(self._job())
         searches = self._config.fusion == "bo" and not (found or {}).get("finished")
         missing = missing_extra("tune", "fusion='bo'") if searches else None
@@ -109,7 +110,8 @@ class FusionTuner:
         if self.finished:
             return
         if self._transport.rank == 0:
-            smallest = min(smallest, largest / MOST_BUCKETS)
+            if self._config.search_mb is None:
+                smallest = min(smallest, largest / MOST_BUCKETS)
             self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
         self._begin_trial(self.fusion)
         if (state := everyone[0][0]) is not None:
