@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from lightning_pipesync.methods.replicas import sections
+from lightning_pipesync.methods.replicas.sections import LATE_S, Sections
 from tests.replica_world import World
 
 SEEDS, ROUNDS = 300, 5
@@ -53,3 +59,32 @@ def test_signs_of_life_that_come_late_do_not_let_replicas_train_apart() -> None:
             ends[process.outcome] = ends.get(process.outcome, 0) + 1
     assert ends.keys() == {"done", "killed", "left", "left out", "too few"}, ends
     assert ends["done"] > 2 * SEEDS, ends
+
+
+def test_each_that_seems_to_live_is_awaited_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is frozen for long uses up its own time only: another may be late meanwhile, and is awaited, too."""
+    clock: Any = SimpleNamespace(now=100.0, monotonic=lambda: clock.now, sleep=lambda _: None)
+    monkeypatch.setattr(sections, "time", clock)
+    alive = {"frozen", "late"}
+    monkeypatch.setattr(sections, "is_open", lambda stores: bool(alive.intersection(stores)))
+    replica = Sections.__new__(Sections)
+    replica._timeout, replica._missing_since = timedelta(seconds=120), {}
+    replica._job = SimpleNamespace(rank=0, gather_objects=lambda one: [one])  # type: ignore[assignment]
+    missing: list[Any] = []
+    replica._membership = SimpleNamespace(missing=lambda _: missing, decline=lambda _: None)  # type: ignore[assignment]
+
+    def awaits(after_s: float, *names: str) -> bool:
+        clock.now += after_s
+        missing[:] = [SimpleNamespace(id=name, stores=[name]) for name in names]
+        return replica._awaits_missing(SimpleNamespace())  # type: ignore[arg-type]
+
+    assert awaits(0, "frozen")
+    assert awaits(LATE_S - 1, "frozen", "late")
+    assert awaits(2, "frozen", "late"), "the late one has a second left of the frozen one's time only"
+    assert not awaits(0, "frozen"), "it has been awaited for long enough"
+    assert awaits(0, "late")
+    assert not awaits(LATE_S, "late")
+    assert not awaits(0)
+    assert awaits(0, "late"), "it was there meanwhile"
+    alive.clear()
+    assert not awaits(0, "late"), "its process has ended"

@@ -32,6 +32,11 @@ SILENCE_S = 5.0
 #: Seconds that a connection, or a sign of life, takes at most.
 CONNECT_S = 5.0
 
+#: Seconds after which a question is asked again: longer than any is likely to wait. One that has timed out counts
+#: nevertheless, and this replica would miss an answer that comes before it asks again: the others would leave it out.
+#: A lighthouse that is lost meanwhile ends its connections.
+QUESTION_S = 3600.0
+
 #: Seconds in which what a replica says when it leaves reaches the lighthouse.
 LAST_WORD_S = 1.0
 
@@ -185,8 +190,7 @@ class Lighthouse:
 
         def ask() -> None:
             try:
-                # A question that has timed out counts nevertheless, until it is asked again: so it lasts long.
-                answer.set_result(self._client.quorum(self.id, timedelta(seconds=self._timeout_s), data=told))
+                answer.set_result(self._client.quorum(self.id, timedelta(seconds=QUESTION_S), data=told))
             except (RuntimeError, TimeoutError) as error:
                 answer.set_exception(error)
 

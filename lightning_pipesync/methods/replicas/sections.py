@@ -91,7 +91,7 @@ class Sections:
         self._shared_by: tuple[str, ...] = ()  # the data
         self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
         self._was_silent = False  # when it has asked last
-        self._missing_since = math.inf  # the time since when it has missed others
+        self._missing_since: dict[str, float] = {}  # the times since when it has missed others, by id
         self._membership = Membership(method, self.id, self._job, self._timeout)
         self._next: Agreement | None = None  # which is one of the next section, too
         self._gathered: Snapshot | None = None  # in a section with which some leave
@@ -296,15 +296,15 @@ class Sections:
         """Returns, after a moment, whether to ask again: some who are missing live, and may only be late.
 
         Otherwise they would be left out, or go on apart from this replica, to other weights. One that is frozen seems
-        to live, too: it is awaited for some seconds only.
+        to live, too: each is awaited for some seconds only.
         """
-        missing = self._membership.missing(agreement)
+        missing, now = self._membership.missing(agreement), time.monotonic()
+        self._missing_since = {member.id: self._missing_since.get(member.id, now) for member in missing}
         if not missing:
-            self._missing_since = math.inf
             return False
-        self._missing_since = min(self._missing_since, time.monotonic())
-        may_be_late = time.monotonic() - self._missing_since < min(LATE_S, self._timeout.total_seconds())
-        lives = may_be_late and self._job.rank == 0 and is_open([member.stores[0] for member in missing])
+        awaited_s = min(LATE_S, self._timeout.total_seconds())
+        late = [member for member in missing if now - self._missing_since[member.id] < awaited_s]
+        lives = bool(late) and self._job.rank == 0 and is_open([member.stores[0] for member in late])
         if not any(self._job.gather_objects(lives)):
             return False
         self._membership.decline(agreement)
