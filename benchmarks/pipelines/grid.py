@@ -26,7 +26,7 @@ from lightning_pipesync.lab.bench.tasks import Task, evaluations
 
 #: One training: method, learning rate, seed.
 Member = tuple[str, float, int]
-#: Maximum number of sets of weights in one batch of trainings, which fit into a processor's caches.
+#: Maximum number of models that are computed at once, in one batch of trainings.
 MOST_MODELS = 240
 
 
@@ -50,7 +50,7 @@ def _train_in_batches(task: Task, settings: PipelineOptions) -> Iterator[dict[st
         for name in dict.fromkeys(_batch_key(method, settings) for method in settings.methods):
             methods = [method for method in settings.methods if _batch_key(method, settings) == name]
             members = list(itertools.product(methods, settings.learning_rates, settings.seeds))
-            most = max(1, MOST_MODELS // name[1])
+            most = max(1, MOST_MODELS // (name[1] if name[0] == "ea_pipe" else 1))
             for start in range(0, len(members), most):
                 yield from _train(task, members[start : start + most], batch_size, settings)
 

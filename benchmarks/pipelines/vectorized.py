@@ -31,9 +31,9 @@ class Dense:
         ends = list(accumulate((inputs + 1) * outputs for outputs, inputs in self._shapes))
         self._spans = list(pairwise([0, *ends]))
         self.size, self.stage_of, self._residual = ends[-1], list(stage_of), frozenset(residual)
+        self.columns = [self._columns(stage) for stage in range(max(stage_of) + 1)]  # of the weights of each stage
 
-    def columns(self, stage: int) -> slice:
-        """Returns the columns of the weights of a stage."""
+    def _columns(self, stage: int) -> slice:
         spans = [span for span, other in zip(self._spans, self.stage_of, strict=True) if other == stage]
         return slice(spans[0][0], spans[-1][1])
 
@@ -193,7 +193,7 @@ class Delayed(Trainings[Dense]):
             return self._versions[self._slot(lags[0])]
         seen = torch.empty_like(self.master)
         for stage, lag in enumerate(lags):
-            columns = self.model.columns(stage)
+            columns = self.model.columns[stage]
             seen[:, columns] = self._versions[self._slot(lag), :, columns]
             if ahead is not None:
                 seen[:, columns].add_(self._moves[self._slot(lag), :, columns], alpha=ahead[stage])
