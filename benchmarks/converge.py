@@ -14,7 +14,8 @@ import torch.distributed as dist
 import benchmarks.baselines  # adds what trains tasks
 import benchmarks.tasks.mnist1d
 import benchmarks.tasks.signals
-import benchmarks.tasks.tiny_llama  # noqa: F401 - they add themselves to the tasks
+import benchmarks.tasks.tiny_llama
+import benchmarks.tasks.topics_muon  # noqa: F401 - they add themselves to the tasks
 from benchmarks import command
 from benchmarks.learners import host_speed_report
 from benchmarks.learners.host_speed import HostSpeeds
@@ -31,7 +32,7 @@ class Converge(converge.Converge):
 
     Attributes:
         task: Those of pipesync bench converge, mnist1d (digits as signals, accuracy), signals (noisy curves,
-            accuracy) or tiny_llama (topics with a Llama, perplexity).
+            accuracy), tiny_llama (topics with a Llama, perplexity) or topics_muon (topics with Muon).
         methods: Those of pipesync bench converge, and ddp_powersgd, torch's own PowerSGD under DDP (:rank=4,start=2).
         compute: Emulated computation: the least time of each pass of a rank, e.g. 100ms; it sleeps for the rest.
         slow: HOST:SHARE% for a rank that computes at that share of the speed (3:50%). May be given again.

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import benchmarks.tasks.mnist1d
 import benchmarks.tasks.signals
-import benchmarks.tasks.tiny_llama  # noqa: F401 - they add themselves to the tasks
+import benchmarks.tasks.tiny_llama
+import benchmarks.tasks.topics_muon  # noqa: F401 - they add themselves to the tasks
 from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.converge import Converge, evaluate, parse_method, spread_of, train
 from lightning_pipesync.lab.bench.tasks import TASKS, build_task

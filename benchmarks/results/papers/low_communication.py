@@ -31,6 +31,11 @@ _ROUNDS = {
     "sparseloco:period=15": "SparseLoCo, period=15",
     "sparseloco": "SparseLoCo, period=30",
 }
+#: With Muon in the ranks, and with DDP.
+_WITH_MUON = {
+    "muloco": "MuLoCo, period=30",
+    "muloco:period=68": "MuLoCo, period=68",
+}
 _STREAMED = f"local_sgd:period=40,{_NESTEROV},compression=int2,fragments=4,overlap_steps=4"
 _OVERLAPPED = "sparseloco:overlap_steps=4"
 _FAR = {
@@ -40,7 +45,7 @@ _FAR = {
     _OVERLAPPED: "SparseLoCo, period=30, overlap_steps=4",
 }
 #: As the tables have them.
-_NAMES = OF_LOCAL_SGD | _EACH_STEP | _FAR
+_NAMES = OF_LOCAL_SGD | _EACH_STEP | _FAR | _WITH_MUON
 _CONVERGE = "python -m benchmarks.converge --hosts 4"
 _FRONT = " ".join([*_EACH_STEP, *_ROUNDS])
 _WAN = "--rate 20mbit --delay 40ms"
@@ -53,6 +58,12 @@ JOBS = (
             minutes,
         )
         for task, minutes in (("topics", 68), ("tiny_llama", 80))
+    ),
+    Job(
+        "low_communication_topics_muon",
+        f"{_CONVERGE} --task topics_muon --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 "
+        f"--methods ddp {' '.join(_WITH_MUON)}",
+        25,
     ),
     Job(
         "low_communication_time",
@@ -136,7 +147,7 @@ def _speeds(records: Sequence[Record]) -> str:
     return table(["", "ms a step", "times as fast as DDP", "of the speed without communication"], rows)
 
 
-_TRAINED = ("low_communication_topics", "low_communication_tiny_llama")
+_TRAINED = ("low_communication_topics", "low_communication_topics_muon", "low_communication_tiny_llama")
 
 EXHIBITS: tuple[Exhibit, ...] = (
     Table("low_communication", _TRAINED, _quality),
