@@ -67,6 +67,13 @@ JOBS = (
         "python -m benchmarks.pipeline --model residual_mlp --stages 50 --task digits --batch_sizes 4 --seeds 0 1 2 "
         f"--evaluations 12 --epochs 120 --methods {_OTHERS} ea_pipe:elastic_force=0.1 ea_pipe:elastic_force=0.3 "
         "--learning_rates 0.1 0.03 0.01 0.003 0.001",
+        60,
+    ),
+    Job(
+        "ea_pipe_50_stages_long",
+        "python -m benchmarks.pipeline --model residual_mlp --stages 50 --task digits --batch_sizes 4 --seeds 0 1 2 "
+        "--evaluations 12 --epochs 1200 --methods ea_pipe:elastic_force=0.1 ea_pipe:elastic_force=0.3 "
+        "--learning_rates 0.1 0.03 0.01",
         30,
     ),
     Job("ea_pipe_bound", "python -m benchmarks.ea_pipe_bound", 8),
@@ -231,6 +238,7 @@ EXHIBITS: tuple[Exhibit, ...] = (
     Table("ea_pipe_small_batches", ("ea_pipe_small_batches",), _by_rate),
     drawn_by("ea_pipe_long", "ea_pipe_small_batches", "pipeline_by_rate.png"),
     Table("ea_pipe_50_stages", ("ea_pipe_50_stages",), _by_rate),
+    Table("ea_pipe_50_stages_long", ("ea_pipe_50_stages_long",), _by_rate),
     drawn_by("ea_pipe_50_stages", "ea_pipe_50_stages", "pipeline.png"),
     reported("ea_pipe_bound", "ea_pipe_bound"),
     drawn_by("ea_pipe_bound", "ea_pipe_bound", "ea_pipe_bound.png"),
