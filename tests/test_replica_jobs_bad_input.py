@@ -13,7 +13,7 @@ from lightning_pipesync.core import extras
 from lightning_pipesync.core.faults.lighthouse import Lighthouse
 from tests.harness import assert_raised, free_port, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp
-from tests.replica_jobs import become_replica, launch_replicas, lighthouse
+from tests.replica_jobs import TIMEOUT_S, become_replica, launch_replicas, lighthouse
 
 
 @pytest.mark.parametrize("address", ["host0", "host0:", ":29510", "host0:port"])
@@ -81,7 +81,7 @@ def test_a_job_has_one_replica() -> None:
 
 def begin_with_another_rate(replica: int) -> Any:
     model = seeded_mlp()
-    sync = LocalSGD(model, SGD(model.parameters(), lr=0.1 + replica), timeout_s=10)
+    sync = LocalSGD(model, SGD(model.parameters(), lr=0.1 + replica), timeout_s=20)
     outcome = raised(sync.join)
     sync.detach()
     return outcome
@@ -90,7 +90,7 @@ def begin_with_another_rate(replica: int) -> Any:
 def begin_with_other_data(replica: int) -> Any:
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=2, timeout_s=10)
+    sync = LocalSGD(model, optimizer, period=2, timeout_s=TIMEOUT_S)
 
     def train() -> None:
         loader = sync.prepare_train_loader(DataLoader(range(40), batch_size=4 + 4 * replica))

@@ -22,6 +22,7 @@ from tests.lost_ranks import die, freeze, stopped, wait_for, wake, write
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
 from tests.replica_jobs import TIMEOUT_S, become_replica, lighthouse
+from tests.replica_jobs import wait_for as wait_for_file
 from tests.test_replica_jobs_lost import DILOCO, NESTEROV, die_while_sending, when_called
 
 #: The step before which one is lost, from 0 on; and how many samples the data has.
@@ -152,7 +153,7 @@ class Training:
         elif fate == "freezes":
             freeze(self.folder)
         elif fate == "hangs":
-            wait_for((self.folder / "without it").exists)
+            wait_for_file(self.folder / "without it")
         elif self.sync.num_steps == LOST_AT and "freezes" in self.job.fates.values():
             wait_for(lambda: stopped(self.folder / "frozen"))
 
@@ -273,7 +274,7 @@ def test_one_that_stops_for_too_long_is_left_out_and_learns_it(tmp_path: Path) -
     jobs = {
         "freezes": Job(DILOCO, NESTEROV, fates={1: "freezes"}),
         "the first freezes": Job(DILOCO, NESTEROV, fates={0: "freezes"}),
-        "hangs": Job(DILOCO, NESTEROV, fates={1: "hangs"}, timeout_s=30),
+        "hangs": Job(DILOCO, NESTEROV, fates={1: "hangs"}, timeout_s=20),
     }
     outcomes = run(jobs, tmp_path)
     for name, job in jobs.items():
