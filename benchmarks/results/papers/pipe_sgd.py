@@ -52,10 +52,14 @@ JOBS = (
     *(
         Job(
             f"pipe_sgd_accuracy_{hosts}",
-            f"pipesync bench converge --hosts {hosts} --rate 200mbit --seeds {seeds} --methods {' '.join(_TIMED)}",
+            f"pipesync bench converge --hosts {hosts} --rate 200mbit {options} --methods {' '.join(_TIMED)}",
             minutes,
         )
-        for hosts, seeds, minutes in ((2, "0 1", 9), (4, "0 1 2", 14), (8, "0 1", 8))
+        for hosts, options, minutes in (
+            (2, "--seeds 0 1", 9),
+            (4, "--seeds 0 1 2", 14),
+            (8, "--target 96 --seeds 0 1", 12),
+        )
     ),
     Job(
         "pipe_sgd_steps_digits",
