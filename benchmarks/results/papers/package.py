@@ -25,7 +25,7 @@ JOBS = (
         "plan_accuracy",
         "python -m benchmarks.plan_accuracy --hosts 2 4 8 --rates 200mbit --rounds 2 "
         "--models emulated-resnet50 emulated-bert-base",
-        25,
+        45,
     ),
     Job("overhead", "python -m benchmarks.overhead --steps 20", 3),
     Job("overhead_adamw", "python -m benchmarks.overhead --steps 20 --optimizer adamw", 3),
