@@ -28,11 +28,15 @@ def be_patient(beats: int = 10, store_s: float = TIMEOUT_S) -> None:
     failure.PATIENCE, heartbeat.STORE_S = beats, store_s
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(
+    condition: Callable[[], object],
+    timeout_s: float = TIMEOUT_S,
+    otherwise: str = "what this rank waits for has not happened",
+) -> None:
     """Waits until `condition` returns something true."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "what this rank waits for has not happened"
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.02)
 
 

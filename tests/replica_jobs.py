@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests import lost_ranks
 from tests.harness import free_port, launch
 from tests.lost_ranks import die
 
@@ -99,10 +99,7 @@ def launch_replicas(
 
 def wait_for(path: Path) -> None:
     """Waits for a file that another replica writes."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"nobody has written {path.name}"
-        time.sleep(0.05)
+    lost_ranks.wait_for(path.exists, TIMEOUT_S, f"nobody has written {path.name}")
 
 
 def dies_and_comes_back(rank: int, victim: int, last: int, directory: Path) -> tuple[int, Callable[[int], None]]:

@@ -22,7 +22,6 @@ from tests.lost_ranks import die, freeze, stopped, wait_for, wake, write
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
 from tests.replica_jobs import TIMEOUT_S, become_replica, lighthouse
-from tests.replica_jobs import wait_for as wait_for_file
 from tests.test_replica_jobs_lost import DILOCO, NESTEROV, die_while_sending, when_called
 
 #: The step before which one is lost, from 0 on; and how many samples the data has.
@@ -153,7 +152,7 @@ class Training:
         elif fate == "freezes":
             freeze(self.folder)
         elif fate == "hangs":
-            wait_for_file(self.folder / "without it")
+            wait_for((self.folder / "without it").exists, TIMEOUT_S)
         elif self.sync.num_steps == LOST_AT and "freezes" in self.job.fates.values():
             wait_for(lambda: stopped(self.folder / "frozen"))
 

@@ -47,10 +47,12 @@ def train_at_once(task: Task, settings: PipelineOptions) -> Iterator[dict[str, A
 
 def _train_in_batches(task: Task, settings: PipelineOptions) -> Iterator[dict[str, Any]]:
     for batch_size in settings.batch_sizes:
-        for name in dict.fromkeys(_batch_key(method, settings) for method in settings.methods):
-            methods = [method for method in settings.methods if _batch_key(method, settings) == name]
+        for key in dict.fromkeys(_batch_key(method, settings) for method in settings.methods):
+            methods = [method for method in settings.methods if _batch_key(method, settings) == key]
             members = list(itertools.product(methods, settings.learning_rates, settings.seeds))
-            most = max(1, MOST_MODELS // (name[1] if name[0] == "ea_pipe" else 1))
+            name, in_flight, _ = key
+            at_once = in_flight if name == "ea_pipe" else 1
+            most = max(1, MOST_MODELS // at_once)
             for start in range(0, len(members), most):
                 yield from _train(task, members[start : start + most], batch_size, settings)
 

@@ -1,8 +1,7 @@
 """Many trainings of pipelines of dense layers at once, equivalent to the engine, as batched matrix products.
 
-The trainings of a batch differ in seed, learning rate, elastic force and synchronization period. Mini-batches with
-known weights are computed together: with EA-Pipe a round of one mini-batch per replica (Eq. 13), with vertical sync the
-N mini-batches with stashed weights.
+The trainings of a batch differ in seed, learning rate, elastic force and synchronization period. With EA-Pipe a round
+of one mini-batch per replica is computed together, too (Eq. 13).
 """
 
 from __future__ import annotations

@@ -19,6 +19,11 @@ _OTHERS = "sgd pipedream weight_stashing spectrain naive"
 _FORCES = " ".join(f"ea_pipe:elastic_force={force}" for force in (0.1, 0.3, 0.5))
 _GRID = "--batch_sizes 16 32 64 128 --seeds 0 1 2 3 4 --evaluations 20"
 
+_50_STAGES = (
+    "python -m benchmarks.pipeline --model residual_mlp --stages 50 --task digits --batch_sizes 4 --seeds 0 1 2 "
+    "--evaluations 12"
+)
+
 #: Methods by the names of the papers.
 METHODS = {
     "sgd": "SGD",
@@ -64,15 +69,13 @@ JOBS = (
     ),
     Job(
         "ea_pipe_50_stages",
-        "python -m benchmarks.pipeline --model residual_mlp --stages 50 --task digits --batch_sizes 4 --seeds 0 1 2 "
-        f"--evaluations 12 --epochs 120 --methods {_OTHERS} ea_pipe:elastic_force=0.1 ea_pipe:elastic_force=0.3 "
+        f"{_50_STAGES} --epochs 120 --methods {_OTHERS} ea_pipe:elastic_force=0.1 ea_pipe:elastic_force=0.3 "
         "--learning_rates 0.1 0.03 0.01 0.003 0.001",
         60,
     ),
     Job(
         "ea_pipe_50_stages_long",
-        "python -m benchmarks.pipeline --model residual_mlp --stages 50 --task digits --batch_sizes 4 --seeds 0 1 2 "
-        "--evaluations 12 --epochs 1200 --methods ea_pipe:elastic_force=0.1 ea_pipe:elastic_force=0.3 "
+        f"{_50_STAGES} --epochs 1200 --methods ea_pipe:elastic_force=0.1 ea_pipe:elastic_force=0.3 "
         "--learning_rates 0.1 0.03 0.01",
         30,
     ),

@@ -31,7 +31,7 @@ _ROUNDS = {
     "sparseloco:period=15": "SparseLoCo, period=15",
     "sparseloco": "SparseLoCo, period=30",
 }
-#: With Muon in the ranks, and with DDP.
+#: Of the task whose optimizer is Muon, beside DDP.
 _WITH_MUON = {
     "muloco": "MuLoCo, period=30",
     "muloco:period=68": "MuLoCo, period=68",
