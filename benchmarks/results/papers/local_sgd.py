@@ -60,8 +60,8 @@ JOBS = (
     Job("local_sgd_gossip", "python -m benchmarks.gossip", 1),
     Job(
         "gossip_training",
-        f"pipesync bench converge --hosts 8 --task digits --epochs 10 --seeds 0 1 2 --methods {' '.join(_GOSSIP)}",
-        15,
+        f"pipesync bench converge --hosts 8 --task digits --epochs 25 --seeds 0 1 2 --methods {' '.join(_GOSSIP)}",
+        20,
     ),
     Job("replicas_goodput", "python -m benchmarks.goodput --duration_s 150 --heartbeat_timeout_s 2", 10),
 )
