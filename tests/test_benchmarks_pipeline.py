@@ -168,6 +168,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert_pictures(tmp_path, "pipeline", "pipeline_by_rate")
 
 
+def test_pictures_without_a_curve_that_can_be_drawn(tmp_path: Path) -> None:
+    """Of each method one training or all diverge."""
+    settings = settings_of(methods=("sgd", "naive"), learning_rates=(0.1,), output=tmp_path)
+    runs = [
+        {"method": method, "learning_rate": 0.1, "batch_size": settings.batch_sizes[0], "diverged": True, "points": []}
+        for method in settings.methods
+    ]
+    settings.draw([{"runs": runs}])
+    assert_pictures(tmp_path, "pipeline", "pipeline_by_rate")
+
+
 def test_the_command_for_many_at_once(tmp_path: Path) -> None:
     methods = "--methods sgd weight_stashing ea_pipe:elastic_force=0.3 ea_pipe:elastic_force=0.6"
     options = "--task mnist1d --model mlp --stages 4 --learning_rates 0.01 1e30"

@@ -76,7 +76,7 @@ JOBS = (
     Job(
         "ea_pipe_50_stages_long",
         f"{_50_STAGES} --epochs 1200 --methods ea_pipe:elastic_force=0.1 ea_pipe:elastic_force=0.3 "
-        "--learning_rates 0.1 0.03 0.01",
+        "--learning_rates 0.01 0.003",
         30,
     ),
     Job("ea_pipe_bound", "python -m benchmarks.ea_pipe_bound", 8),
