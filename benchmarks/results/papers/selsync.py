@@ -93,7 +93,7 @@ JOBS = (
         for hosts, minutes in ((4, 17), (8, 17))
     ),
     _table1("resnet_digits", 4, _fewer_methods(), 12, seeds="0 1"),
-    _table1("words", 4, _fewer_methods(), 40, seeds="0"),
+    _table1("words", 4, _fewer_methods(), 50, seeds="0"),
     *(
         Job(
             f"selsync_settings_{task}",
