@@ -6,7 +6,6 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from statistics import fmean
 from typing import Any
 
@@ -103,11 +102,10 @@ Diverged: a loss or a weight was not finite.
                         _draw_curve(panel, runs, readable(method), looks[method])
                         if num_diverged := outcome_of(runs).num_diverged:
                             title += f"\n{readable(method)}: {num_diverged} of {len(runs)} diverged"
-                    panel.set(xlabel="epoch")
+                    panel.set(xlabel="epoch", yscale="log")
                     panel.set_title(title, fontsize="medium")
                     panel.grid(alpha=0.3, which="both")
                 row[0].set_ylabel("test error %")
-            _use_log_scale(panels)
 
     def _draw_by_rate(self, result: dict[str, Any]) -> None:
         """Draws the final test error over the learning rate, a panel for each batch size; what diverged is left out."""
@@ -123,18 +121,10 @@ Diverged: a loss or a weight was not finite.
                     outcomes = {rate: outcome_of(_runs(result, method, rate, size)) for rate in self.learning_rates}
                     ends = {rate: outcome.error for rate, outcome in outcomes.items() if not outcome.num_diverged}
                     panel.plot([*ends], [*ends.values()], label=readable(method), **looks[method])
-                limits = (min(self.learning_rates) / 1.5, max(self.learning_rates) * 1.5)
-                panel.set(xlabel="learning rate", title=f"batches of {size}", xscale="log", xlim=limits)
+                panel.set(xlabel="learning rate", title=f"batches of {size}", xscale="log", yscale="log")
                 panel.grid(alpha=0.3, which="both")
             for panel in panels[:, 0]:
                 panel.set_ylabel("test error %")
-            _use_log_scale(panels)
-
-
-def _use_log_scale(panels: Any) -> None:
-    """Makes the y-axis that the panels share logarithmic, if anything is drawn: matplotlib refuses it otherwise."""
-    if any(isfinite(panel.dataLim.minposy) for panel in panels.flat):
-        panels[0, 0].set_yscale("log")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, looks_of
+from pathlib import Path
+
+from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, looks_of, picture
 from tests.own_methods import OWN
 
 
@@ -35,3 +37,17 @@ def test_other_methods_get_what_is_left() -> None:
     assert looks["ea_pipe:elastic_force=0.1"] == {**look_of("ea_pipe"), "linestyle": "-"}
     assert looks["sgd"] == {**look_of("ddp"), "linestyle": "-"}
     assert all(len({look[part] for look in looks.values()}) == len(names) for part in ("color", "marker"))
+
+
+def test_logarithmic_axes_may_be_without_data(tmp_path: Path) -> None:
+    """Those with data stay logarithmic, beside panels without, too, with which they share an axis or not."""
+    path = tmp_path / "some.png"
+    for sharey in (False, True):
+        with picture(path, (6, 4), columns=2, sharey=sharey) as [[empty, drawn]]:
+            empty.plot([], [])
+            drawn.plot([1, 10], [2, 20])
+            for panel in (empty, drawn):
+                panel.set(xscale="log", yscale="log")
+        assert (drawn.get_xscale(), drawn.get_yscale()) == ("log", "log")
+        assert empty.get_yscale() == ("log" if sharey else "linear")
+        path.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +89,7 @@ def picture(
 ) -> Iterator[Any]:
     """Yields ``rows`` times ``columns`` of matplotlib's ``Axes``, and saves them after the block.
 
+    A logarithmic axis whose limits are not positive, as nothing is drawn on it, becomes linear.
     ``size`` is in inches. A legend below or above all panels covers no curve, and has the labels of all and
     ``patches``: colours by label. ``shared`` are ``sharex`` and ``sharey`` of ``Figure.subplots``.
     """
@@ -100,6 +102,10 @@ def picture(
     with rc_context({"axes.prop_cycle": cycler(color=COLOURS[1:])}):
         panels = figure.subplots(rows, columns, squeeze=False, **shared)
     yield panels
+    for panel in panels.flat:
+        for axis in (panel.xaxis, panel.yaxis):
+            if axis.get_scale() == "log" and not all(0 < end < inf for end in axis.get_view_interval()):
+                panel.set(**{f"{axis.axis_name}scale": "linear"})  # matplotlib raises otherwise
     if legend == "panel":
         panels[0, 0].legend(fontsize="small")
     elif legend is not None:
