@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.harness import launch
+from tests.harness import HANGS_S, launch
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def launch_cases(
 ) -> Outcomes:
     """Calls the function of each case on ``world_size`` ranks, one case after the other."""
     try:
-        return Outcomes(launch(_run_cases, world_size, dict(cases), init=init, timeout_s=60 + 20 * len(cases)))
+        return Outcomes(launch(_run_cases, world_size, dict(cases), init=init, timeout_s=HANGS_S + 20 * len(cases)))
     except AssertionError as error:
         return Outcomes(str(error))
 

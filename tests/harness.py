@@ -31,6 +31,9 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 
+#: Seconds after which ranks that have not returned count as hung: some take 120 on a slow machine that tests share.
+HANGS_S = 300.0
+
 #: What `launch` returns for a rank that was expected to die.
 DIED = "died"
 
@@ -103,16 +106,15 @@ class Ranks:
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, may_die: tuple[int, ...] = ()
     ) -> list[Any]:
         """Calls a function on all ranks, see :func:`launch`."""
+        deadline = time.monotonic() + timeout_s
         for _, connection in self._ranks:
             with suppress(OSError):  # of a rank that has died
-                connection.send_bytes(pickle.dumps((function, args)))
-        deadline = time.monotonic() + timeout_s
+                connection.send_bytes(pickle.dumps((function, args, deadline)))
         hung = []
         for rank, (process, connection) in enumerate(self._ranks):
             if not wait([connection, process.sentinel], max(0.0, deadline - time.monotonic())):
                 hung.append(rank)
-                os.kill(process.pid or 0, signal.SIGUSR1)
-        time.sleep(1.0 if hung else 0.0)
+        time.sleep(1.0 if hung else 0.0)  # until they have written their stacks
         problems, results = [], []
         for rank, (process, connection) in enumerate(self._ranks):
             failed, result = False, DIED
@@ -143,7 +145,7 @@ def launch(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = HANGS_S,
     init: bool = True,
     may_die: tuple[int, ...] = (),
     group_timeout_s: float = 60,
@@ -180,7 +182,7 @@ def call_on_hosts(ranks_per_host: int, function: Callable[..., Any], *args: Any)
 _KEPT: dict[int, Ranks] = {}
 
 
-def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANGS_S) -> list[Any]:
     """As :func:`launch`, on ranks that a file of tests keeps: what one call changes in modules, the next finds."""
     if world_size not in _KEPT:
         _KEPT[world_size] = Ranks(world_size)
@@ -209,7 +211,6 @@ def _run_rank(
     default_signals()
     end_with_tests()
     stacks = (folder / f"{rank}.stacks").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     # Workers of a DataLoader are forked, as in a script: a fork server of each rank's own would import all again.
     multiprocessing.set_start_method("fork", force=True)
@@ -217,7 +218,9 @@ def _run_rank(
     while True:
         message = connection.recv_bytes()
         try:
-            function, args = pickle.loads(message)
+            function, args, deadline = pickle.loads(message)
+            # By a thread: a Trainer that ends sets the handlers of all signals to what Python has set before.
+            faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), file=stacks)
             if init and not dist.is_initialized():
                 dist.init_process_group(
                     "gloo",
@@ -229,6 +232,7 @@ def _run_rank(
             failed, result = False, function(*args)
         except BaseException:
             failed, result = True, traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(pickle.dumps((failed, result)))
         if failed:  # which must not wait in a destructor for peers that it has left alone
             os._exit(1)

@@ -124,9 +124,11 @@ def test_jobs_are_struck_and_judged(tmp_path: Path) -> None:
     }
     found = {name: f"{record['verdict']}: {record['why']}" for name, record in records.items()}
     assert found["killed"] == "survived: weights as in the simulation without job 0"
-    assert found["again"] == "survived: weights as in the simulation; taken in again: job 1"
+    # On a busy machine one that starts again may come when the others have ended: that it was not in for too many
+    # rounds has failed otherwise.
+    ways = [f"survived: weights as in the simulation{how} job 1" for how in ("; taken in again:", " without")]
+    assert {found["again"], found["in a trainer"]} <= set(ways)
     assert found["leaves"] == "survived: weights as in the simulation without job 1"
-    assert found["in a trainer"] == "survived: weights as in the simulation; taken in again: job 1"
     assert found["lighthouse"] == "survived: weights as in the simulation"
     assert records["lighthouse"]["faults"][0]["proof"] == "exit status -9 of the lighthouse"
     assert found["streaming"] == "survived: weights the same in all jobs without job 2"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import ROOT, environment
-from tests.harness import DIED, default_signals, launch, on_ranks
+from tests.harness import DIED, HANGS_S, default_signals, launch, on_ranks
 
 
 def sum_of_ranks() -> float:
@@ -57,7 +57,7 @@ def test_results_are_by_rank() -> None:
 def test_a_rank_that_does_not_return_is_named(how: str, words: list[str]) -> None:
     with pytest.raises(AssertionError) as caught:
         # Without a process group, whose connections rank 0 may still make when rank 1 dies.
-        launch(misbehave, 2, how, timeout_s=20 if how == "hangs" else 120, init=False)
+        launch(misbehave, 2, how, timeout_s=20 if how == "hangs" else HANGS_S, init=False)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "rank 0" not in str(caught.value)
 

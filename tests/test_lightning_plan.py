@@ -33,7 +33,7 @@ EVERY = 4
 
 
 class Slowing(Classifier):
-    """Takes longer for its forward pass from the 36th batch on, on rank 1; loses its gradient, or its loss is flat."""
+    """On rank 1, its forward pass takes twice as long after 37 batches, and 5 times after 41; or its loss is flat."""
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()
@@ -42,7 +42,8 @@ class Slowing(Classifier):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         self.count += 1
         loss = super().training_step(batch, batch_idx)
-        time.sleep(0.5 if self.fault == "slow" and self.global_rank == 1 and self.count > 36 else 0.1)
+        slow = self.fault == "slow" and self.global_rank == 1
+        time.sleep(0.5 if slow and self.count > 41 else 0.2 if slow and self.count > 37 else 0.1)
         return loss * 0.0 if self.fault == "flat" else loss
 
 
@@ -223,8 +224,9 @@ def test_what_becomes_slower_is_told_where_it_does(trained: Outcomes) -> None:
     (rows, first), (_, second) = trained["slow"]
     waited = [row["step_report/waited"] for row in rows if "step_report/waited" in row]
     assert all(0 <= share <= 1 for share in waited)
-    before = sorted(waited[:9])  # 36 batches: in a few of them a busy machine may hold up rank 1, too
+    before = sorted(waited[:8])  # 37 batches: in a few of them a busy machine may hold up rank 1, too
     assert waited[-1] > 0.5 > before[4], "the others wait for rank 1"
+    # Which has told of the first time, too: what is told once must not hide what is worse.
     assert most_times_as_long(second) > 2 * most_times_as_long(first), "a busy machine slows both a little"
     assert not any("was planned" in text for text in first)
 

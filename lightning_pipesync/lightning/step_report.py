@@ -86,6 +86,7 @@ class StepReportMixin(ChecksOverrides, _Base):
         self._began, self._before = 0.0, NOTHING  # of a batch: when, and what was counted by then
         self._times = RankTimes() if table else None
         self._warned: set[str] = set()
+        self._told = 1.0  # how much slower than at the start this rank has said that it is
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,10 +145,12 @@ class StepReportMixin(ChecksOverrides, _Base):
             logger.log_metrics(metrics, step=trainer.global_step)
         if trainer.is_global_zero:
             self._compare_with_plan(trainer, seconds)
-        if self._first.seconds and (ratio := window.computed / self._first.computed) > DRIFT:
-            self._warn("computation", f"its computation of a batch takes {ratio:.1f} times as long as at the start.")
-        else:
-            self._warned.discard("computation")
+        ratio = window.computed / self._first.computed if self._first.seconds else 1.0
+        if ratio > DRIFT * self._told:  # also after it was told, when it has become as much slower again
+            self._told = ratio
+            _say(f"its computation of a batch takes {ratio:.1f} times as long as at the start.")
+        elif ratio <= DRIFT:
+            self._told = 1.0
         losses = [float(loss) for loss in window.losses]
         if len(losses) > 1 and max(losses) - min(losses) <= FLAT * abs(losses[0]):
             self._warn("loss", f"the loss has been {losses[0]:g} for {self._every} batches: nothing is learned.")
@@ -172,7 +175,11 @@ class StepReportMixin(ChecksOverrides, _Base):
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(f"{socket.gethostname()}: {text}", stacklevel=2)
+            _say(text)
+
+
+def _say(text: str) -> None:
+    warnings.warn(f"{socket.gethostname()}: {text}", stacklevel=3)
 
 
 def _counted(trainer: Trainer) -> tuple[float | None, float | None]:
