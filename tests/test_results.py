@@ -15,6 +15,7 @@ from benchmarks.results.exhibit import Claim, Claims, Finding, Picture, Shown, T
 from benchmarks.results.job import MEASURED, Job, Record
 from benchmarks.results.papers import JOBS, PICTURES, TABLES
 from benchmarks.results.redraw import command_of
+from benchmarks.results.views import reachable
 from tests.commands import ROOT
 
 DOCS = ROOT / "docs"
@@ -148,3 +149,20 @@ def test_a_page_gets_its_tables(measured: Path) -> None:
     assert "*Not measured yet: `python -m benchmarks.results measure --only absent`*" in never
     with pytest.raises(ValueError, match="'other' is not the name of a result; there are values, claims, never"):
         pages.made_anew(page.replace("claims", "other"), tables, pictures)
+
+
+@pytest.mark.parametrize(
+    ("qualities", "is_higher", "target", "expected"),
+    [
+        ([(90.0, 98.5), (97.0, 99.0)], True, 98, 98),  # all seeds reach it
+        ([(90.0, 98.5), (96.66, 95.0)], True, 98, 96.6),  # what the second seed has reached at best
+        ([(8.0, 5.91), (7.0, 5.2)], False, 5, 6.0),
+    ],
+)
+def test_a_target_that_the_baseline_reaches(
+    qualities: list[tuple[float, ...]], is_higher: bool, target: float, expected: float
+) -> None:
+    others = [{"method": "selsync", "points": [{"quality": 0.0}]}]
+    runs = [{"method": "ddp", "points": [{"quality": one} for one in curve]} for curve in qualities]
+    result = {"higher_is_better": is_higher, "target": target, "runs": [*others, *runs]}
+    assert reachable(result)["target"] == expected

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding
 from benchmarks.results.job import Job, Record
-from benchmarks.results.views import reported, span, training_picture, training_row, training_table
+from benchmarks.results.views import reachable, reported, span, training_picture, training_row, training_table
 from lightning_pipesync.lab.bench.converge_report import rows_of
 
 _CONVERGE = "python -m benchmarks.converge"
@@ -126,7 +126,7 @@ def _as_good(records: Sequence[Record]) -> Finding:
     parts, is_level = [], []
     for record in records:
         for result in record.results:
-            rows = [row for row in rows_of(result) if row.method in (_selsync(0.3), _selsync(0.5))]
+            rows = [row for row in rows_of(reachable(result)) if row.method in (_selsync(0.3), _selsync(0.5))]
             best = max(rows, key=lambda row: row.difference)
             is_level.append(best.difference + (best.difference_interval or 0) >= 0)
             faster = f", {best.speedup:.1f} times as fast" if best.speedup else ""

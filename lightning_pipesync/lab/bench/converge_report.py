@@ -66,10 +66,15 @@ COLUMNS = {
 }
 
 
+def baseline_of(result: dict[str, Any]) -> str:
+    """Returns the first DDP, or the first method if there is none."""
+    methods = list(by_method(result))
+    return next((name for name in methods if name.startswith("ddp")), methods[0])
+
+
 def rows_of(result: dict[str, Any]) -> list[Row]:
-    """Returns a row for each method; the baseline is the first DDP, or the first method if there is none."""
-    trainings = by_method(result)
-    baseline = next((name for name in trainings if name.startswith("ddp")), next(iter(trainings)))
+    """Returns a row for each method."""
+    trainings, baseline = by_method(result), baseline_of(result)
     sign = 1 if result["higher_is_better"] else -1
     best = {name: [_best(run["points"], sign) for run in runs] for name, runs in trainings.items()}
     reached = {
