@@ -16,14 +16,12 @@ from torch import Tensor
 from lightning_pipesync.core.codecs import Codec, TopK, get_codec
 from lightning_pipesync.core.codecs.shards import Shards, compiles_on, shards_of
 from lightning_pipesync.core.comm.nccl import NcclExchange
-from tests import test_codecs
 from tests.harness import launch
-from tests.test_codecs import random
+from tests.test_codecs import NAMES, random
 from tests.test_nccl import CPU, exchange_all_kinds, nccl_on_the_host
 
 pytest.importorskip("triton", reason="torch for CUDA and the extra [test] on Linux bring Triton")
 
-NAMES = [name for name in test_codecs.NAMES if name != "int2"]  #: those that have kernels
 SHAPES = [(1, 0, 0), (3, 1, 2), (4, 1025, 2080), (2, 5003, 10006)]  #: shards, size of each, values in all
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Not finite, one NaN with all bits set, and a value that a codec may take for infinity.

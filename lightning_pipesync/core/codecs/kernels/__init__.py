@@ -6,6 +6,7 @@ from lightning_pipesync.core.codecs.chunked_topk import ChunkedTopK
 from lightning_pipesync.core.codecs.codec import Codec
 from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
 from lightning_pipesync.core.codecs.fp8 import FP8
+from lightning_pipesync.core.codecs.int2 import Int2
 from lightning_pipesync.core.codecs.int4 import Int4
 from lightning_pipesync.core.codecs.int8 import Int8
 from lightning_pipesync.core.codecs.kernels.chunked_topk import ChunkedTopKShards
@@ -24,6 +25,7 @@ KERNELS: dict[type[Codec], type[Shards]] = {
     FP8: ScaledShards,
     Int8: ScaledShards,
     Int4: ScaledShards,
+    Int2: ScaledShards,
     TopK: TopKShards,
     ChunkedTopK: ChunkedTopKShards,
 }

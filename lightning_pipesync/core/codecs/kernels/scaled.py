@@ -1,4 +1,4 @@
-"""Kernels of fp8, int8 and int4."""
+"""Kernels of fp8, int8, int4 and int2."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from lightning_pipesync.core.codecs.kernels.values import (
     with_residual,
 )
 from lightning_pipesync.core.codecs.scaled import ScaledChunks
+
+
+@triton.jit
+def nearest(values):
+    """Returns whole numbers, half to even: beyond 2**23 fp32 has no others, so that a sum is rounded to one."""
+    return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
@@ -41,16 +47,27 @@ def encode_kernel(
     largest = tl.max(magnitudes_of(values), axis=1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, LEVELS * 1.0)
     scale = tl.where(scale < TINY, TINY, scale)
-    tl.store(scales + shard * (stride // 4) + chunks, scale, mask=chunks * CHUNK < size)
     scaled = values * tl.div_rn(1.0, scale)[:, None]
+    if LEVELS == 1.5:  # no level is zero
+        scale = tl.where(scale <= TINY, 0.0, scale)
+    tl.store(scales + shard * (stride // 4) + chunks, scale, mask=chunks * CHUNK < size)
     packed += shard * stride
     if LEVELS == 448:
         codes = to_e4m3(scaled)
         tl.store(packed + columns, codes.to(tl.int8), mask=columns < size)
         rounded = from_e4m3(codes)
+    elif LEVELS == 1.5:
+        codes = tl.minimum(tl.maximum(nearest(scaled + LEVELS), 0), 3)
+        rounded = codes.to(tl.float32) - LEVELS
+        kept = tl.reshape(tl.where(columns < size, codes, 0), [CHUNKS, CHUNK // 4, 2, 2])
+        even, odd = tl.split(kept)
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        places = chunks[:, None] * (CHUNK // 4) + tl.arange(0, CHUNK // 4)[None, :]
+        four = first | second << 2 | third << 4 | fourth << 6
+        tl.store(packed + places, four.to(tl.int8), mask=places * 4 < size)
     else:
-        # Beyond 2**23 fp32 has whole numbers only: the sum is rounded to one, half to even.
-        whole = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        whole = nearest(scaled)
         rounded = whole.to(tl.float32)
     if LEVELS == 7:
         nibbles = tl.where(columns < size, (whole + 8) & 15, 0)
@@ -69,6 +86,11 @@ def load_wire(scales, packed, chunks, size, LEVELS: tl.constexpr, CHUNK: tl.cons
         places = chunks[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
         both = tl.load(packed + places, mask=places * 2 < size, other=0).to(tl.int32)
         numbers = (tl.reshape(tl.join(both & 15, (both >> 4) & 15), [CHUNKS, CHUNK]) - 8).to(tl.float32)
+    elif LEVELS == 1.5:
+        places = chunks[:, None] * (CHUNK // 4) + tl.arange(0, CHUNK // 4)[None, :]
+        four = tl.load(packed + places, mask=places * 4 < size, other=0).to(tl.int32)
+        even, odd = tl.join(four & 3, (four >> 4) & 3), tl.join((four >> 2) & 3, (four >> 6) & 3)
+        numbers = tl.reshape(tl.join(even, odd), [CHUNKS, CHUNK]).to(tl.float32) - LEVELS
     else:
         columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         stored = tl.load(packed + columns, mask=columns < size, other=0)
