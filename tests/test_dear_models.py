@@ -110,6 +110,11 @@ def gan() -> nn.Module:
     return nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": nn.Linear(6, 1)})
 
 
+def deeper_gan() -> nn.Module:
+    discriminator = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    return nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": discriminator})
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
@@ -203,6 +208,17 @@ def in_turns(model: nn.Module, sync: Any) -> None:
             sync.step(optimizer=optimizer)
 
 
+def in_turns_apart(model: nn.Module, sync: Any) -> None:
+    """As :func:`in_turns`, without the gradients that are thrown away."""
+    for step in range(STEPS):
+        x, _ = batch(step, dist.get_rank())
+        parts = [model.get_submodule(name) for name in ("generator", "discriminator")]
+        for optimizer, trained, sign in zip(sync.optimizers, parts, (1, -1), strict=True):
+            model.zero_grad()
+            (sign * parts[1](parts[0](x))).mean().backward(inputs=list(trained.parameters()))
+            sync.step(optimizer=optimizer)
+
+
 def scaled(model: nn.Module, sync: Any) -> None:
     """What a loss scaler sees is the sum that is to be divided, also in the first step and with an unused layer."""
     scaler = GradScaler("cpu", init_scale=1024)
@@ -247,6 +263,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], Call
 }
 
 
+#: Whose gradients are thrown away in between.
+APART = {"in turns": in_turns, "apart": in_turns_apart}
+
+
 def train(method: Callable[..., Any], case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     build, optimizer_of, loop = CASES[case]
     torch.manual_seed(0)
@@ -269,3 +289,21 @@ def test_is_training_with_averaged_gradients(case: str) -> None:
         for outcome in outcomes:
             assert_same(outcome, expected, update, exact=not clips)
             assert_same(outcome, outcomes[0], update)
+
+
+def train_gan(loop: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = deeper_gan()
+    sync = DeAR(model, for_each_part(model), **SMALL, **settings)
+    APART[loop](model, sync)
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
+@pytest.mark.parametrize("settings", [{"compression": "topk"}, {"compression": "int2"}, {"low_rank": 1}, {}], ids=str)
+def test_nothing_remains_of_gradients_that_are_thrown_away(settings: dict[str, Any]) -> None:
+    """Neither in residuals nor in factors."""
+    thrown_away, apart = (on_ranks(train_gan, 2, loop, settings) for loop in APART)
+    for outcome in thrown_away:
+        assert_same(outcome, apart[0])

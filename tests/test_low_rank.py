@@ -256,6 +256,25 @@ def test_nothing_remains_of_values_that_were_not_finite(low_rank_method: str, sp
     assert gradients.state_dict()["weight"]["residual"].isfinite().all()
 
 
+@pytest.mark.parametrize("low_rank_method", ALGORITHMS)
+def test_a_matrix_that_is_used_in_turns_is_trained_in_all_directions(low_rank_method: str) -> None:
+    """As that of one of two heads, every other step: a factor of zeros would leave the next one the first columns."""
+    parameter, generator = nn.Parameter(torch.zeros(12, 9)), torch.Generator().manual_seed(1)
+    gradient = torch.randn(12, 9, generator=generator)
+    settings = DeARConfig(low_rank=2, low_rank_method=low_rank_method)
+    gradients = LowRankGradients([NamedParameter("weight", parameter, "", (0, 0))], settings)
+    bucket, applied = LowRankBucket(gradients, [parameter], 1), torch.zeros(12, 9)
+    for step in range(200):
+        view, is_used = gradient.clone(), step % 2 == 0
+        for round_ in range(bucket.num_rounds):
+            bucket.start(round_, [view], [is_used])
+            bucket.finish(round_, [view])
+        applied += view if is_used else 0
+    left = gradients.state_dict()["weight"]["residual"]
+    torch.testing.assert_close(applied + left, 100 * gradient, rtol=1e-4, atol=1e-3)
+    assert left.norm() < 25 * gradient.norm(), "what is left does not grow with the number of steps: it would be 88"
+
+
 def sent_in_a_step(low_rank: int | None, low_rank_method: str) -> int:
     model = nn.Linear(64, 64)
     settings = {"low_rank": low_rank, "low_rank_method": low_rank_method, "overlap": "none", **BUCKETS}

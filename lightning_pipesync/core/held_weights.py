@@ -23,9 +23,9 @@ from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.faults.errors import mark_as_naming
 
 REMEDY = (
-    "Unless something has written to the weights of some ranks alone, or their processors round differently, a bit has "
-    "changed in memory or in a message: resume from the last checkpoint. With check_messages=True messages are "
-    "checked; memory with ECC corrects bits."
+    "Unless something has written to the weights of some ranks alone, or they round differently (other processors, or "
+    "with low_rank another number of threads), a bit has changed in memory or in a message: resume from the last "
+    "checkpoint. With check_messages=True messages are checked; memory with ECC corrects bits."
 )
 
 

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,14 +33,11 @@ class StepCalls(FrameworkHooks, Method):
 
     Attributes:
         optimizers: the user's own optimizers.
-        reduces_together: whether the gradients of all optimizers are reduced at the same time.
         syncing: whether gradients are synchronized: False within :meth:`no_sync`.
         data: applies the settings of the training data.
         record: the stage of each optimizer in its step.
         user_steps: runs the steps of the user's optimizers, for :meth:`_step`.
     """
-
-    reduces_together: ClassVar[bool] = False
 
     transport: Transport
     optimizers: list[Optimizer]
@@ -50,6 +47,11 @@ class StepCalls(FrameworkHooks, Method):
     user_steps: UserSteps
     _sharded: ShardedOptimizers | None  # of a model that is sharded
     _began = False
+
+    @property
+    def reduces_together(self) -> bool:
+        """Whether the gradients of all optimizers are reduced at the same time."""
+        return False
 
     def reduce(
         self, optimizer: Optimizer | None = None, scaler: torch.amp.GradScaler | None = None, *, unscale: bool = True

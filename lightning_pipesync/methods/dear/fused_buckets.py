@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -155,6 +156,22 @@ class FusedBuckets:
         """Returns each rank's slices of the parameters of ``buckets``; None: of all buckets."""
         buckets = self.buckets if buckets is None else buckets
         return [_joined(slices_of(bucket, rank) for bucket in buckets) for rank in range(self._transport.world_size)]
+
+
+class OfOptimizer:
+    """The buckets of one optimizer, which are reduced by themselves once it steps.
+
+    Implements :class:`ReducedBuckets`.
+    """
+
+    index_of: Mapping[int, int] = MappingProxyType({})  # none starts under a backward pass
+
+    def __init__(self, fused: FusedBuckets, index: int) -> None:
+        self._fused, self._index = fused, index
+
+    @property
+    def buckets(self) -> list[FusedBucket]:
+        return self._fused.of_optimizer(self._index)
 
 
 def _names(layout: Iterable[Sequence[NamedParameter]]) -> tuple[tuple[str, ...], ...]:

@@ -34,7 +34,8 @@ class DeARPolicy(BackPipePolicy):
         if not self._sync.syncing:
             return False
         self._order.gradient_is_ready(parameter)
-        return not self._tuner.change_due  # new buckets come after this pass
+        # New buckets come after this pass; and only a step tells whose gradients are applied, if not all are.
+        return self._sync.reduces_together and not self._tuner.change_due
 
     def before_first(self) -> None:
         """Blocks until no communication is in flight and all weights are up to date."""
@@ -47,7 +48,8 @@ class DeARPolicy(BackPipePolicy):
             raise RuntimeError(
                 f"low_rank={low_rank!r} has factorized this gradient already, and a further backward pass changes it: "
                 "put all backward passes of a step but the last under no_sync() (in a LightningModule: "
-                "self.trainer.strategy.block_backward_sync()), take each step that has begun, or set low_rank=None."
+                "self.trainer.strategy.block_backward_sync()), take each step that has begun, checkpoint a layer that "
+                "runs several times with use_reentrant=False, or set low_rank=None."
             )
 
     def started(self, index: int) -> None:

@@ -21,12 +21,12 @@ from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
-from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
+from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimizer
 from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.dear.policy import DeARPolicy
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner, TuningFile
-from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
+from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.loads import hook_loading
@@ -70,7 +70,6 @@ class DeAR(SyncMethod):
     config_type = DeARConfig
     lab = DeARLab
     applies_grad = False
-    reduces_together = True
     same_weights = True
     shards_optimizer_state = True
 
@@ -94,11 +93,18 @@ class DeAR(SyncMethod):
         self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
         self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
         policy = DeARPolicy(self, order, self._tuner, self._early, queue, self._feedpipe)
-        self._backpipe = BackPipe(self._fused, queue, policy)
+        apart = [OfOptimizer(self._fused, index) for index, _ in enumerate(self.optimizers)]
+        reduced: Sequence[ReducedBuckets] = [self._fused] if self.reduces_together else apart
+        self._backpipes = [BackPipe(buckets, queue, policy) for buckets in reduced]
         self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         self._hooks = hook_loading(self._after_loading, optimizers=self.optimizers)
         self._set_parameters(parameters)
+
+    @property
+    def reduces_together(self) -> bool:
+        """See the base class. What was not sent is added to the next gradient: it has to be of one that was applied."""
+        return len(self.optimizers) == 1 or not self.config.needs_as_many_ranks
 
     @property
     def fusion(self) -> Fusion:
@@ -131,24 +137,26 @@ class DeAR(SyncMethod):
             self._feedpipe.wait()
             if not any(self.transport.exchange_flags(changed).wait()):  # otherwise the old states would replace it
                 self._tuner.change()
-        if self._finish_backpipe(CHANGED * changed) & CHANGED:  # on some rank: nothing may be applied to these buckets
+        # On some rank: nothing may be applied to these buckets.
+        if self._finish_backpipe(index, CHANGED * changed) & CHANGED:
             self.return_optimizer_states()
             self._compare_loaded()
             self._set_parameters(self._agreed_parameters())
             self._fused.fuse(self._tuner.fusion)
-            self._finish_backpipe()
+            self._finish_backpipe(index)
         if self._early.due:
             self._early.make_schedule()
             self._tuner.restart_trial()
 
-    def _finish_backpipe(self, flag: int = 0) -> int:
-        """Blocks until all gradients are averaged; returns the union of all ranks' flags."""
+    def _finish_backpipe(self, index: int, flag: int = 0) -> int:
+        """Blocks until all gradients, or an optimizer's, are averaged; returns the union of all ranks' flags."""
 
         def exchange(flag: int) -> Queued[list[int]]:
             return self._queue.submit("flags", lambda: self.transport.exchange_flags(flag))
 
         flag |= END_OF_TRIAL * self._tuner.end_of_trial()
-        flags = self._backpipe.finish(exchange, flag, unless=CHANGED)
+        backpipe = self._backpipes[0 if self.reduces_together else index]
+        flags = backpipe.finish(exchange, flag, unless=CHANGED)
         self._tuner.change_due |= bool(flags & END_OF_TRIAL)
         if flags & MISSING and not flags & CHANGED:
             self._fused.find_present()
@@ -312,7 +320,7 @@ class DeAR(SyncMethod):
     def _detach(self, timeout_s: float) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._backpipe.remove_hooks()
+        self._backpipes[0].remove_hooks()
         self._feedpipe.remove_hooks()
         self._tuner.close(timeout_s)
         self._queue.close(timeout_s)
@@ -337,7 +345,7 @@ class DeAR(SyncMethod):
         self._tuner.begin(trained)
         self._early.begin(trained)
         self._loaded.clear()
-        self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
+        self._backpipes[0].hook_gradients(parameter.tensor for parameter in trained)
 
     def _gradient_shards(self, index: int) -> list[Tensor]:
         return [bucket.gradient_shard for bucket in self._fused.of_optimizer(index)]

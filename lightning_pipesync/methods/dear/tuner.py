@@ -204,6 +204,7 @@ class FusionTuner:
         kind = (
             f"{config.usual_update}, {config.compression}, {self._transport.topology}"
             + ", eager" * config.gathers_early
+            + "".join(f", {name}={value}" for name, value in config.low_rank_settings.items())
         )
         return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {kind}"
 

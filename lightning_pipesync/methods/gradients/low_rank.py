@@ -15,6 +15,7 @@ Each rank adds what its own factor does not express to its next gradient (error 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class FactorizedGradient:
         residual: what this rank has not sent, shape ``[n, m]``; in fp32, or fp64 for fp64.
         factors: P and Q as the ranks have summed them last, shapes ``[n, r]`` and ``[m, r]``; the same on all ranks.
             They keep their memory: it is another stream's than that which reads them.
-        side: which factor is computed next.
+        number: of the factors that were summed so far; P and Q take turns.
     """
 
     def __init__(self, parameter: Tensor, rank: int, error_feedback: bool) -> None:
@@ -46,9 +47,15 @@ class FactorizedGradient:
         self.shape, self._error_feedback = (rows, columns), error_feedback
         self.residual = torch.zeros(rows, columns, dtype=dtype, device=parameter.device)
         generator = torch.Generator().manual_seed(0)  # the same Q on all ranks (Algorithm 1, line 1)
-        first = torch.randn(columns, rank, generator=generator, dtype=dtype).to(parameter.device)
-        self.factors, self.side = (first.new_zeros(rows, rank), first), P
+        self._random = torch.randn(max(rows, columns), rank, generator=generator, dtype=dtype).to(parameter.device)
+        first = self._random[:columns].clone()
+        self.factors, self.number = (first.new_zeros(rows, rank), first), 0
         self._known = first  # with which the other one is computed in this step
+
+    @property
+    def side(self) -> int:
+        """Which factor is computed next."""
+        return self.number % 2
 
     @property
     def factor(self) -> Tensor:
@@ -68,8 +75,14 @@ class FactorizedGradient:
             self.residual.copy_(values)
 
     def take_factor(self, orthonormal: bool) -> None:
-        """Takes the factor that was summed last as the known one; what is not finite counts as zero there."""
+        """Takes the factor that was summed last as the known one; what is not finite counts as zero there.
+
+        Where it is zero, as no rank had a gradient, or one that overflowed, random columns take its place, others each
+        time, and the same on all ranks: those of the first factor, with the rows shifted.
+        """
         known = self.factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        shift = random.Random(self.number).randrange(len(self._random))
+        known = torch.where(known.any(), known, self._random.roll(shift, 0)[: len(known)])
         self._known = torch.linalg.qr(known).Q if orthonormal else known
 
     def project(self, into: Tensor) -> None:
@@ -85,7 +98,7 @@ class FactorizedGradient:
     def receive(self, mean: Tensor) -> None:
         """Takes the mean of all ranks' parts; the other factor is next."""
         self.factors[self.side].copy_(mean)
-        self.side = self._other
+        self.number += 1
 
     def approximate(self, gradient: Tensor) -> None:
         """Overwrites ``gradient`` with P Q^T, after :meth:`receive`."""
@@ -96,11 +109,11 @@ class FactorizedGradient:
             gradient.copy_((first @ second).view(gradient.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residual": self.residual, "factor": self.factor, "side": self.side}
+        return {"residual": self.residual, "factor": self.factor, "number": self.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.residual.copy_(state["residual"])
-        self.side = state["side"]
+        self.number = state["number"]
         self.factor.copy_(state["factor"])
 
     @property
