@@ -119,6 +119,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "Trainer(max_time=...) counts": {"max_time": {"seconds": 50}},
     "Trainer(val_check_interval=...) counts": {"val_check_interval": 5},
     "Trainer(overfit_batches=...) counts": {"overfit_batches": 2},
+    "Trainer(limit_train_batches=...) counts": {"limit_train_batches": 3},
     "ModelCheckpoint(every_n_train_steps=...) counts": {"saves": {"every_n_train_steps": 3}},
     "this loader has Numbers": {"loader": DataLoader(Numbers(), 4)},
     "1 batches to hand out, too few for 2 ranks": {"loader": train_loader(64)},

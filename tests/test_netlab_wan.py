@@ -266,6 +266,20 @@ def test_a_path_between_racks_has_both_delays_and_the_uplinks() -> None:
     assert network.next_s(1.0) is None
 
 
+def test_a_packet_that_has_waited_for_an_uplink_is_not_overtaken() -> None:
+    """Also if it is looked at only when the next one has come."""
+    came: list[bytes] = []
+    network = Forwarded(
+        *([0, 1], [1e6] * 2, 1e5, 0.0, 1000, 10.0),
+        *((0.001, 0.0, 0.0), (0.5, 0.0, 0.0), lambda _, data: came.append(data)),
+    )
+    sent = [Packet(bytes(10) + content * 1000) for content in (b"A", b"B", b"C")]
+    for packet, moment in zip(sent, (0.0, 0.0, 0.0201), strict=True):  # B has left the uplink after 10 ms
+        network.send(0, 1, packet, moment)
+    network.go_on(10.0)
+    assert came == [packet.data for packet in sent]
+
+
 # --- hosts
 
 

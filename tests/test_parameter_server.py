@@ -441,3 +441,39 @@ def test_each_rank_takes_its_next_batch_from_the_queue() -> None:
         assert len(fast) > len(slow) > 0
         assert updates == len(fast) + len(slow) == 2 * 13
         assert len({tuple(batch) for batch in (*fast, *slow)}) == 2 * 13, "batches of the second epoch are other ones"
+
+
+def with_teacher(**settings: Any) -> dict[str, Tensor]:
+    """Each rank's teacher follows the weights that it gets itself; nobody changes the frozen layer."""
+    model = torch.nn.ModuleDict({"student": seeded_mlp(), "teacher": seeded_mlp(), "frozen": seeded_mlp(1)})
+    for name in ("teacher", "frozen"):
+        model[name].requires_grad_(False)
+    optimizer = OPTIMIZERS["sgd"](model["student"])
+    sync = ParameterServer(model, optimizer, policy="async", timeout_s=60, **settings)
+    for step in () if sync.only_serves else range(STEPS + dist.get_rank()):
+        optimizer.zero_grad()
+        loss(model["student"], step, dist.get_rank()).backward()
+        sync.step()
+        with torch.no_grad():
+            for own, other in zip(model["teacher"].parameters(), model["student"].parameters(), strict=True):
+                own.lerp_(other, 0.5)
+    before = state(model["teacher"])
+    sync.flush()
+    after = {**state(model), **{f"before.{name}": value for name, value in before.items()}}
+    sync.detach()
+    return after
+
+
+@pytest.mark.parametrize("first_learner", [0, 1])
+def test_a_teacher_becomes_that_of_the_first_learner(first_learner: int) -> None:
+    """It has no optimizer, and each rank another one; rank 0, which only serves, has none but the initial one."""
+    settings = {"servers": 1, "dedicated_servers": True} if first_learner else {}
+    outcomes = launch(partial(with_teacher, **settings), 3)
+    for name, value in outcomes[first_learner].items():
+        kind, _, rest = name.partition(".")
+        for outcome in outcomes:
+            assert kind == "before" or torch.equal(outcome[name], value), name
+        if kind == "teacher":
+            before = [outcome[f"before.{rest}"] for outcome in outcomes]
+            assert torch.equal(value, before[first_learner])
+            assert not torch.equal(before[1], before[2]), "or nothing is shown"

@@ -202,6 +202,7 @@ class Network:
 
     def send(self, sender: int, receiver: int, packet: Packet, now: float) -> None:
         """Takes a packet that has left its sender's link ``now``."""
+        self.go_on(now)  # of those before it, which it may not overtake
         self._go_on(now, packet, sender, receiver, 0)
 
     def next_s(self, now: float) -> float | None:

@@ -108,6 +108,11 @@ class GlobalWeights:
         if self._sends_differences:
             flat.sub_(self.flats[index])
 
+    def drop_residuals(self) -> None:
+        """Forgets what was not sent of the weights before others were loaded."""
+        for feedback in self._feedback:
+            feedback.decay(0.0)
+
     def feedback(self, index: int) -> ErrorFeedback | None:
         """Returns the residuals of a bucket's codec for the next average, which they have decayed for."""
         if not self._feedback:

@@ -13,7 +13,7 @@ from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
-from lightning_pipesync.core.torch_private import foreach_norm, version
+from lightning_pipesync.core.marks import can_be_averaged, marks_of
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.tensors import average_among, differing, restore_unwritten, to_cpu
 
@@ -25,9 +25,7 @@ class NonTrainableTensors:
     weights. All ranks copy rank 0's integers, booleans, complex numbers and 8-bit floats. Ranks that hold a replica
     together have buffers of their own, which are averaged, too.
 
-    [Note: what counts as changed]
-    Buffers are compared with a copy. Parameters may be many, and are compared by autograd's version counter and by
-    their norm, since ``p.data.copy_(...)`` does not change the counter.
+    Buffers are compared with a copy, parameters as in [Note: what counts as changed].
 
     ``read_buffers`` returns the current buffers, which modules may replace; ``transport`` may be replaced, too. The
     ranks that hold a replica together have the same tensors, or, if not ``same_in_replica``, each its own.
@@ -154,21 +152,12 @@ class NonTrainableTensors:
         return average_among(replicas_of(self.transport), flat, members)
 
     def _changed(self) -> list[bool]:
-        parameters = [now != then for now, then in zip(self._marks(), self._common_marks, strict=True)]
+        parameters = [now != then for now, then in zip(marks_of(self._parameters), self._common_marks, strict=True)]
         return parameters + differing(self._read_buffers(), self._common_buffers)
 
     def _record_common(self) -> None:
-        self._common_marks = self._marks()
+        self._common_marks = marks_of(self._parameters)
         self._common_buffers = [buffer.detach().clone() for buffer in self._read_buffers()]
-
-    def _marks(self) -> list[tuple[int, str]]:
-        """Returns version and norm of each parameter, see [Note: what counts as changed]."""
-        floating = [parameter.detach() for parameter in self._parameters if can_be_averaged(parameter)]
-        norms = iter(torch.stack(foreach_norm(floating)).tolist() if floating else [])
-        return [
-            (version(parameter), float(next(norms)).hex() if can_be_averaged(parameter) else "")
-            for parameter in self._parameters
-        ]
 
     def _pick(self, indices: Iterable[int]) -> dict[int, Tensor]:
         tensors = self.tensors
@@ -184,8 +173,3 @@ def _without_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _copies(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     return {index: tensor.detach().clone() for index, tensor in tensors.items()}
-
-
-def can_be_averaged(tensor: Tensor) -> bool:
-    """Returns whether the values are real numbers of 16 bits or more. 8-bit floats are codes, as integers may be."""
-    return tensor.is_floating_point() and tensor.element_size() > 1

@@ -77,9 +77,13 @@ class ReplicatedTensors:
             self._buckets[index].release_memory()
 
     def reset_global_weights(self) -> None:
-        """Sets the global values to the present ones, or to their average if ranks differ; a collective call."""
+        """Sets the global values to the present ones, or to their average if ranks differ; a collective call.
+
+        What the codec had not sent of the former ones is dropped.
+        """
         if not self.global_weights.flats:
             return
+        self.global_weights.drop_residuals()
         if len(set(self._transport.gather_objects(digest(self.tensors)))) > 1:
             self._average_over(self._transport)
         self.set_global_weights()

@@ -63,7 +63,7 @@ class Coordinator:
         self._num_resumed, self._early = 0, list[tuple[int, BatchRequest]]()  # what ranks ask that have resumed earlier
         self._lost: set[int] = set()
         self._arrivals = _Arrivals(num_reporting)
-        self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
+        self._buffers: dict[int, list[Tensor | None]] = {}  # of the learners that retire
         self._reloading: set[int] = set()  # the ranks that retire because they have loaded weights or states
         self._settings: dict[Gradient, UpdateSettings] = {}  # of the pushed gradients
         self._same: set[int] = set()  # the ranks that got the same weights last, and are not lost
@@ -98,7 +98,7 @@ class Coordinator:
             if rank not in self._lost:
                 self._take(rank, request)
 
-    def keep_buffers(self, rank: int, buffers: list[Tensor]) -> None:
+    def keep_buffers(self, rank: int, buffers: list[Tensor | None]) -> None:
         """Keeps the buffers of a learner that retires next. When all have retired, all get the first one's."""
         with self._lock:
             if rank not in self._lost:
@@ -152,7 +152,7 @@ class Coordinator:
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
         """Resumes from what :meth:`state_dict` returned, with weights of a version."""
         with self._lock:
-            self._sequencer.version = version
+            self._sequencer.version, self._in_grace_after = version, -1
             self._sequencer.staleness_lr.load_state_dict(state["staleness"])
             self._queue.load_state_dict(state["handed_out"])
             self._num_resumed += 1
@@ -196,7 +196,7 @@ class Coordinator:
                     self._send(rank, FlushedBuffers(self._buffers[min(self._buffers)]))
                 self._buffers = {}
         version = self._sequencer.version
-        if self._sequencer.in_grace and self._in_grace_after < version:
+        if self._sequencer.in_grace and self._in_grace_after != version:
             self._in_grace_after = version
             threading.Thread(target=self._give_grace, args=(version,), name="pipesync-grace", daemon=True).start()
 

@@ -160,16 +160,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class LearnerBuffers:
-    """The buffers of a learner that retires next."""
+    """Parameters that no optimizer has, None if it has not changed one, and the buffers of a learner that retires."""
 
-    values: list[Tensor]
+    values: list[Tensor | None]
 
 
 @dataclass(frozen=True)
 class FlushedBuffers:
-    """The first learner's buffers, which all ranks get once all learners have retired."""
+    """The first learner's buffers, which all ranks get once all learners have retired, see :class:`LearnerBuffers`."""
 
-    values: list[Tensor]
+    values: list[Tensor | None]
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ class MessageRouter:
         [(_, decision)] = self._await(Decision, "the gradients of all ranks")
         return bool(decision.skip)
 
-    def flushed_buffers(self) -> list[Tensor]:
-        """Returns the first learner's buffers, once all learners have retired."""
+    def flushed_buffers(self) -> list[Tensor | None]:
+        """Returns the first learner's buffers, once all learners have retired, see :class:`LearnerBuffers`."""
         [(_, buffers)] = self._await(FlushedBuffers, "the buffers of the first learner")
         return buffers.values
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.held_weights import HeldWeights
+from lightning_pipesync.core.marks import marks_of
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.loads import hook_loading
@@ -87,6 +88,8 @@ class ParameterServer(SyncMethod):
         self._roles = roles = config.roles(transport.world_size)
         self.only_serves = transport.rank not in roles.learners
         self._served = [(parameter.name, parameter.tensor) for parameter in parameters if parameter.group]
+        self._others = [parameter.tensor for parameter in parameters if not parameter.group]  # as those of a teacher
+        self._marks = marks_of(self._others)
         self._buckets = shared_buckets(parameters, roles.num_servers, config)
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
@@ -234,7 +237,8 @@ class ParameterServer(SyncMethod):
     def flush(self) -> None:
         """Waits until all gradients are applied, and loads the servers' newest weights; a collective call.
 
-        Pending gradients make an update even if they are too few. The buffers become those of the first learner.
+        Pending gradients make an update even if they are too few. The buffers become those of the first learner, and so
+        do parameters that no optimizer has, if it has changed them.
         With ``policy="easgd"`` :meth:`resume` restores this rank's replica.
         """
         self._router.check()
@@ -242,14 +246,19 @@ class ParameterServer(SyncMethod):
             self._reload()
         if not self.flushed:
             self._learner.keep_replica()
-        buffers = self._shared_tensors()
+        shared = [*self._others, *self._shared_tensors()]
         # Any learner may be lost before it has sent its buffers.
         learners = self._roles.learners if self._roles.survives_loss else self._roles.learners[:1]
-        if buffers and self.transport.rank in learners:
-            self._router.send(COORDINATOR, LearnerBuffers([buffer.cpu().clone() for buffer in buffers]))
+        if shared and self.transport.rank in learners:
+            changed = [now != then for now, then in zip(marks_of(self._others), self._marks, strict=True)]
+            changed += [True] * (len(shared) - len(changed))
+            pairs = zip(shared, changed, strict=True)
+            values = [tensor.detach().cpu().clone() if is_changed else None for tensor, is_changed in pairs]
+            self._router.send(COORDINATOR, LearnerBuffers(values))
         self._learner.retire()
-        for buffer, value in zip(buffers, self._router.flushed_buffers() if buffers else (), strict=True):
-            buffer.copy_(value)
+        for tensor, value in zip(shared, self._router.flushed_buffers() if shared else (), strict=True):
+            if value is not None:
+                tensor.copy_(value)
         # Not by a collective: where training survives a loss, a rank may be lost at any time.
         self._router.compare_weights(HeldWeights.of_this_process(self.transport.rank, self._served))
         self.flushed = True

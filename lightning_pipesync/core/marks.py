@@ -1,0 +1,27 @@
+"""Whether tensors were written to, without a copy of them.
+
+[Note: what counts as changed]
+Parameters may be many, and are compared by autograd's version counter and by their norm, since ``p.data.copy_(...)``
+does not change the counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.torch_private import foreach_norm, version
+
+
+def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, str]]:
+    """Returns version and norm of each tensor, see [Note: what counts as changed]."""
+    floating = [tensor.detach() for tensor in tensors if can_be_averaged(tensor)]
+    norms = iter(torch.stack(foreach_norm(floating)).tolist() if floating else [])
+    return [(version(tensor), float(next(norms)).hex() if can_be_averaged(tensor) else "") for tensor in tensors]
+
+
+def can_be_averaged(tensor: Tensor) -> bool:
+    """Returns whether the values are real numbers of 16 bits or more. 8-bit floats are codes, as integers may be."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
