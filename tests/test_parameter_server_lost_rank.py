@@ -275,6 +275,29 @@ def test_nobody_waits_for_one_that_ends_without_a_flush(policy: str) -> None:
     assert [used.count(rank) for rank in range(3)] == [STEPS, STEPS, LOST_AT]
 
 
+def outlive_ranks_that_end(ended: tuple[int, ...], settings: dict[str, Any]) -> list[str]:
+    """Trains on, or serves, after some ranks have ended and the system has closed their connections; what is warned."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run = ServedRun(policy="async", **{**CONTINUES, "timeout_s": 8.0, **settings})
+        run.train(range(STEPS))
+        run.sync.flush()
+        if run.rank not in ended:
+            time.sleep(10.0)  # several messages that say that this rank is alive
+            run.sync.resume()
+            run.train(range(STEPS))
+            run.sync.flush()
+            assert run.sync.optimizer_state_dict(run.optimizer)["state"]
+        run.sync.detach(timeout_s=1.0)
+    return [str(one.message) for one in said if "rank" in str(one.message)]
+
+
+@pytest.mark.parametrize(("ended", "settings"), [((2,), {}), ((1, 2), {"dedicated_servers": True})])
+def test_a_rank_that_has_ended_is_not_lost_later(ended: tuple[int, ...], settings: dict[str, Any]) -> None:
+    for said in launch(outlive_ranks_that_end, 3, ended, settings):
+        assert not said
+
+
 def lose_one_after_the_other(folder: Path) -> Any:
     """Trains until ranks 3 and 2 are lost, independently, and then rank 0."""
     run = ServedRun(policy="async", **CONTINUES)

@@ -50,7 +50,8 @@ class MessageRouter:
         self.num_resumed = 0  # how many times this rank has resumed from a saved state
         self._rank, self._transport, self._timeout_s = transport.rank, transport, timeout_s
         transport.watch.survives_loss = roles.survives_loss
-        self._learners = set(roles.learners)  # that are not lost
+        self._learners = set(roles.learners)  # that have neither ended nor are lost
+        self._ended: set[int] = set()  # in order, without whom the others go on
         self._is_patient = self._rank not in self._learners  # a rank that only serves waits while others train
         self._answers: defaultdict[type, deque[tuple[int, Any]]] = defaultdict(deque)  # by type, with their senders
         self._error: BaseException | None = None
@@ -190,6 +191,8 @@ class MessageRouter:
             self._changed.notify_all()
 
     def _lose(self, rank: int, error: Exception) -> None:
+        if rank in self._ended:  # and the system closes its connections
+            return
         fault = self._transport.watch.fault
         is_damaged = fault is not None and fault.kind == "damaged"  # what a rank sends, which is not lost
         if is_damaged or not self._survives_loss or rank < self.num_servers or rank == self._rank:
@@ -213,5 +216,9 @@ class MessageRouter:
             with self._changed:
                 self._is_patient = False
                 self._changed.notify_all()
-        elif self._rank in self.coordinators:
+            return
+        self._ended.add(rank)
+        self._learners.discard(rank)
+        self._transport.watch.forget_rank(rank)
+        if self._rank in self.coordinators:
             self._coordinator.forget_rank(rank)
