@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.codecs import ChunkedTopK
 from lightning_pipesync.core.comm.transport import Transport
 from tests.case_table import launch_cases
-from tests.harness import assert_raised, raised
-from tests.models import assert_same, state
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import Run, assert_same, state
 from tests.reference_sparse_loco import quantized_top_k, simulate
 
 STEPS, RESUMED = 11, 5
@@ -161,3 +161,21 @@ def test_bad_input_is_named_on_every_rank() -> None:
 def test_k_is_a_power_of_two(k: int) -> None:
     with pytest.raises(ValueError, match=rf"k={k} of compression='chunked_topk'.*from 4 to 4096"):
         ChunkedTopK(k=k)
+
+
+def train_from_loaded(loads: bool, codec: str) -> dict[str, Tensor]:
+    """Trains from the initial weights; before, others were trained for some rounds, and given up."""
+    run = Run(LocalSGD, lambda model: SGD(model.parameters(), lr=0.05), period=2, compression=codec)
+    initial = state(run.model)
+    if loads:
+        run.steps(range(20, 26))
+        run.model.load_state_dict(initial)
+    run.steps(range(8))
+    return run.end()
+
+
+@pytest.mark.parametrize("codec", ["chunked_topk", "int2"])
+def test_nothing_remains_of_weights_that_were_given_up(codec: str) -> None:
+    """Of what was not sent of their movements, which a codec keeps."""
+    for loaded, anew in zip(*(on_ranks(train_from_loaded, 2, loads, codec) for loads in (True, False)), strict=True):
+        assert_same(loaded, anew)
