@@ -269,3 +269,25 @@ def test_checkpoints_are_accelerates_own(trained: Outcomes, folder: Path) -> Non
     )
     assert plain.keys() == dear.keys()
     assert all(torch.equal(plain[name], dear[name]) for name in plain)
+
+
+def end_with_own_weights(folder: Path) -> Tensor:
+    """Saves without the replicas, and ends: then each process has its model alone."""
+    accelerator = accelerator_of("selsync", delta=1e9, checkpoint_replicas=False)
+    model = Classifier().model
+    network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.full((4, 6), float(step + accelerator.process_index))
+        accelerator.backward(network(x).square().mean())
+        optimizer.step()
+        if step == 2:
+            accelerator.save_state(str(folder))
+    accelerator.end_training()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_the_end_consolidates_and_replicas_may_be_left_out(tmp_path: Path) -> None:
+    assert torch.equal(*launch(end_with_own_weights, 2, tmp_path, init=False))
+    assert (tmp_path / "model.safetensors").exists()
+    assert not list(tmp_path.glob("pipesync_*"))

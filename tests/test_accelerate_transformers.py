@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from lightning_pipesync import PipeSyncPlugin
 from lightning_pipesync.transformers import PipeSyncTrainerMixin
@@ -93,6 +93,22 @@ def train(trainer_class: Any, folder: Path, resume: bool = False, **kwargs: Any)
     return {"weights": weights, "history": history, "further": further}
 
 
+class Follows(TrainerCallback):
+    """Reads the weights after each step, as a running average does."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_step_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+
+
+def followed(trainer_class: Any, folder: Path, **kwargs: Any) -> list[Tensor]:
+    callback = Follows()
+    train(trainer_class, folder, callbacks=[callback], **kwargs)
+    return callback.seen
+
+
 def train_all(directory: Path) -> dict[str, Any]:
     outcomes = {"ddp": train(Trainer, directory / "ddp")}
     for method, settings in METHODS.items():
@@ -100,6 +116,10 @@ def train_all(directory: Path) -> dict[str, Any]:
         outcomes[method] = make()
         if method in RESUMED:
             outcomes[f"{method}, resumed"] = make(resume=True)
+    outcomes["followed"] = [
+        followed(Trainer, directory / "followed ddp"),
+        followed(PipeSyncTrainer, directory / "followed", pipesync=PipeSyncPlugin("dear", **METHODS["dear"])),
+    ]
     return outcomes
 
 
@@ -117,6 +137,8 @@ def test_trainer(tmp_path: Path) -> None:
     first, second = launch(partial(train_all, tmp_path), 2, init=False, timeout_s=300)
     for moment in ("weights", "further"):
         assert torch.equal(first["dear"][moment], first["ddp"][moment])
+    for outcome in (first, second):
+        assert all(map(torch.equal, *outcome["followed"])), "what a callback reads after a step is of that step"
     norms = [[entry["grad_norm"] for entry in first[name]["history"] if "loss" in entry] for name in ("dear", "ddp")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     names = [name for name, _ in bert().named_parameters()]

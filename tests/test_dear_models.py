@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import on_ranks
+from tests.harness import assert_raised, assert_refused, launch, on_ranks, raised
 from tests.models import Averaged, assert_same, batch, loss, state
 
 STEPS = 8
@@ -307,3 +307,99 @@ def test_nothing_remains_of_gradients_that_are_thrown_away(settings: dict[str, A
     thrown_away, apart = (on_ranks(train_gan, 2, loop, settings) for loop in APART)
     for outcome in thrown_away:
         assert_same(outcome, apart[0])
+
+
+RESIDUALS = [{"compression": "topk"}, {"compression": "topk", "update": "replicated"}, {"compression": "int8"}]
+
+
+def train_on(what: str, optimizers_of: Callable[[nn.Module], Any], settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Trains; before, a gradient was averaged and not applied, or was added to, or other weights were trained."""
+    torch.manual_seed(0)
+    model = mlp()
+    optimizers = optimizers_of(model)
+    sync = DeAR(model, optimizers, **SMALL, **settings)
+    initial = state(model)
+
+    def clip() -> None:
+        for optimizer in sync.optimizers:
+            sync.clip_value(0.1, optimizer)
+
+    def step(number: int) -> None:
+        model.zero_grad()
+        backward(model, number)
+        for optimizer in sync.optimizers:
+            sync.step(optimizer=optimizer)
+
+    if what == "skipped":
+        backward(model, 99)
+        clip()
+    if what == "loaded":
+        for number in range(20, 26):
+            step(number)
+        sync.synchronize()
+        model.load_state_dict(initial)
+    for number in range(STEPS):
+        step(number)
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
+
+
+def sgd_for_each_part(model: nn.Module) -> list[Optimizer]:
+    return [SGD(part.parameters(), lr=0.1) for part in model.children() if list(part.parameters())]
+
+
+@pytest.mark.parametrize("settings", RESIDUALS, ids=str)
+@pytest.mark.parametrize("optimizers_of", [sgd, sgd_for_each_part])
+@pytest.mark.parametrize("what", ["skipped", "loaded"])
+def test_nothing_remains_of_what_is_given_up(what: str, optimizers_of: Any, settings: dict[str, Any]) -> None:
+    given_up, anew = (on_ranks(train_on, 2, one, optimizers_of, settings) for one in (what, ""))
+    for outcome in given_up:
+        assert_same(outcome, anew[0])
+
+
+def pass_twice(settings: dict[str, Any]) -> tuple[str, str] | None:
+    model = mlp()
+    sync = DeAR(model, sgd(model), **SMALL, **settings)
+
+    def step(number: int) -> None:
+        backward(model, number)
+        backward(model, number)
+        sync.step()
+
+    outcome = raised(lambda: [step(number) for number in range(3)])
+    sync.detach(timeout_s=1.0)
+    return outcome
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_a_second_pass_is_refused_where_it_would_be_added_to_an_error(error_feedback: bool) -> None:
+    for outcome in launch(pass_twice, 2, {"compression": "topk", "error_feedback": error_feedback}):
+        if error_feedback:
+            assert_raised(outcome, "RuntimeError", "compression='topk' with error_feedback=True has encoded this")
+        else:
+            assert outcome is None
+
+
+def flush_with_own_rate(update: str) -> tuple[str, str] | None:
+    model = mlp()
+    optimizer = sgd(model)
+    sync = DeAR(model, optimizer, **SMALL, update=update)
+    for number in range(3):
+        model.zero_grad()
+        backward(model, number)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number * dist.get_rank())  # as by a metric of each rank's own
+        sync.step()
+    outcome = raised(sync.flush)
+    sync.detach(timeout_s=1.0)
+    return outcome
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_a_learning_rate_of_a_ranks_own_is_named(update: str) -> None:
+    for outcome in launch(flush_with_own_rate, 2, update):
+        assert_refused({"lr of group 0 of SGD: rank 0 has 0.1, rank 1 has": outcome, "sync_dist=True": outcome})

@@ -102,7 +102,7 @@ def test_what_a_replica_is_given(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_NTASKS", "SLURM_PROCID"):
         monkeypatch.setenv(name, "1")  # of a launcher that has started this one
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,GPU-a,1,0,2,5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,GPU-a,1,0,2,5,-1,6")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
     text = "print(json.dumps([sys.argv[1:], dict(os.environ), sys.stdin.read()]))\nprint('an error', file=sys.stderr)"

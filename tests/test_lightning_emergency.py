@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import DIED, free_port, raised
-from tests.lightning_models import LOCAL, Classifier, make_strategy, train_loader, trainer
+from tests.harness import DIED, free_port, launch, raised
+from tests.lightning_models import LOCAL, Classifier, make_strategy, train_loader, trainer, val_loader
 from tests.lost_ranks import be_patient, die
 from tests.models import loss, seeded_mlp
 from tests.test_failures import RANKS, VICTIM, assert_names, form_group, launch_jobs
@@ -162,6 +162,23 @@ def test_ddp_resumes_from_it(name: str, resumed: Outcomes, folder: Path) -> None
     for loaded, steps in resumed[name]:
         assert torch.equal(loaded, vector_of(torch.load(saved(folder, name), weights_only=True)["state_dict"]))
         assert steps == LAST + 2
+
+
+def resume_by_dear(folder: Path) -> tuple[int, int, int]:
+    """Goes on to the end of the epoch; returns how many batches it trains on, its steps, and its validations."""
+    module = Classifier()
+    run = trainer(make_strategy({"name": "dear"}), RANKS, folder / "again", max_epochs=1)
+    run.fit(module, train_loader(), val_loader(), ckpt_path=saved(folder, "own error"))
+    return len(module.seen), run.global_step, len(module.validated_with)
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_the_same_strategy_begins_with_the_batch_that_was_under_way(folder: Path) -> None:
+    """And validates at the end of the epoch."""
+    for batches, steps, validated in launch(resume_by_dear, RANKS, folder, init=False):
+        assert batches == steps - LAST
+        assert steps == len(train_loader()) // RANKS + (len(train_loader()) % RANKS > 0)
+        assert validated == 1
 
 
 def save_with_accelerate(jobs: dict[str, int], folder: Path) -> list[Any]:

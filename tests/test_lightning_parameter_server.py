@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_pipesync import ParameterServerStrategy
 from lightning_pipesync.methods.servers.messages import Update
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import assert_refused, raised
+from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import Classifier, train_loader, trainer, val_loader
 from tests.lost_ranks import wait_for
 
@@ -115,3 +116,28 @@ def test_learners_that_move_their_weights_validate_the_servers_weights(policy: s
 def test_settings_for_more_ranks_are_refused(words: str, trained: Outcomes) -> None:
     for outcome in trained[words]:
         assert_refused({words: outcome})
+
+
+def save_often(folder: Path) -> tuple[int, int]:
+    """Of three ranks any two make an update; the last one would be alone at a checkpoint that the others wait for."""
+    folder.mkdir(exist_ok=True)
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    strategy = ParameterServerStrategy(policy="k_async", k=2, timeout_s=60)
+    fitting = trainer(strategy, 3, folder, max_epochs=1, enable_checkpointing=True, callbacks=[saver])
+    fitting.fit(Classifier(), train_loader())
+    return fitting.global_step, len(list(folder.glob("*.ckpt")))
+
+
+def test_a_checkpoint_every_few_steps_where_some_ranks_make_an_update(folder: Path) -> None:
+    for steps, saved in launch(save_often, 3, folder / "often", init=False):
+        assert saved == steps // 2 > 1
+
+
+def validate_by_the_clock(folder: Path) -> tuple[str, str] | None:
+    fitting = trainer("dear", 2, folder, val_check_interval={"seconds": 1}, max_epochs=1)
+    return raised(lambda: fitting.fit(Classifier(), train_loader(), val_loader()))
+
+
+def test_a_validation_by_the_clock_is_refused(folder: Path) -> None:
+    for outcome in launch(validate_by_the_clock, 2, folder, init=False):
+        assert_refused({"val_check_interval=...) is a time, of 1 s, and each rank looks at its own clock": outcome})

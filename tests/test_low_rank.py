@@ -201,6 +201,36 @@ def test_full_rank_is_exact() -> None:
             assert_same(other, whole, method)
 
 
+def clip_both(fusion: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """Trains with two optimizers, both of whose gradients are averaged before one steps."""
+    model = seeded_mlp()
+    layers = [layer for layer in model.children() if list(layer.parameters())]
+    optimizers = [SGD(layer.parameters(), lr=0.05, momentum=0.9) for layer in layers]
+    sync = DeAR(model, optimizers, low_rank=1, **fusion)
+    weights = []
+    for step in range(60):
+        model.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        for optimizer in optimizers:
+            sync.clip_value(0.05, optimizer)
+        for optimizer in optimizers:
+            sync.step(optimizer=optimizer)
+        sync.synchronize()
+        weights.append(flat(model))
+    tried = len(sync.trials)
+    sync.detach()
+    return weights, tried
+
+
+def test_buckets_do_not_change_under_averaged_gradients() -> None:
+    """A search changes them in the first reduction of a step only: the weights are those without one."""
+    plain, searched = (on_ranks(clip_both, 2, one) for one in (BUCKETS, SEARCH))
+    assert searched[0][1] > 0, "rank 0 has measured"
+    for (expected, _), (found, _) in zip(plain, searched, strict=True):
+        for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert torch.equal(one, other), step
+
+
 def factorized(shape: tuple[int, int], rank: int, gradient: Tensor) -> FactorizedGradient:
     one = FactorizedGradient(torch.zeros(shape), rank, error_feedback=True)
     one.add(gradient)

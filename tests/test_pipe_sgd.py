@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import CODECS
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig, layout
 from tests.harness import assert_raised, assert_refused, call_on_hosts, launch, on_ranks, raised
-from tests.models import OPTIMIZERS, Run, batch, loss, seeded_mlp
+from tests.models import OPTIMIZERS, Run, assert_same, batch, loss, seeded_mlp
 from tests.reference_pipe_sgd import simulate
 
 STEPS = 12
@@ -355,3 +356,22 @@ def test_what_would_part_the_ranks_is_refused() -> None:
     for step, backward in on_ranks(go_astray, 2):
         assert_raised(step, "RuntimeError", "SGD.step() was called directly")
         assert_raised(backward, "RuntimeError", "no_sync()")
+
+
+def drain_with_a_scaler(completes: bool) -> dict[str, Tensor]:
+    """A framework's hooks before an update call ``reduce`` with its scaler, also for gradients that are drained."""
+    run = Run(PipeSGD, staleness=2, delay_compensation="none")
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    for number in range(5):
+        run.optimizer.zero_grad()
+        scaler.scale(loss(run.model, number, dist.get_rank())).backward()
+        run.sync.reduce(scaler=scaler)
+        run.sync.step(lambda: scaler.step(run.optimizer))
+        scaler.update()
+    run.sync.drain(lambda optimizer: run.sync.reduce(optimizer, scaler) if completes else None)
+    return run.end()
+
+
+def test_drained_gradients_have_no_loss_scale() -> None:
+    for without, completed in zip(*(on_ranks(drain_with_a_scaler, 2, one) for one in (False, True)), strict=True):
+        assert_same(completed, without)

@@ -59,6 +59,23 @@ def test_a_step_without_resume_goes_on_from_the_average(aggregation: str) -> Non
             assert torch.equal(last[name], mean(both) if value.is_floating_point() else both[0])
 
 
+def flush_before_the_step() -> tuple[bool, dict[str, Tensor]]:
+    """As ``wait_for_everyone`` between clipping and the step does."""
+    run = begin(delta=FAR)
+    run.steps(range(3))
+    run.backward(3)
+    run.sync.clip(1.0)
+    run.sync.flush()
+    run.sync.step()
+    return run.sync.diverged, run.end()
+
+
+def test_a_step_after_a_flush_is_consolidated_again() -> None:
+    (diverged, first), (_, second) = on_ranks(flush_before_the_step, 2)
+    assert diverged
+    assert_same(first, second)
+
+
 def load_while_flushed() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     run = begin(seeded_mlp(batch_norm=True), delta=FAR)
     run.steps(range(3))

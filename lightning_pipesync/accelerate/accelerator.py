@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -194,6 +195,12 @@ class PipeSyncAccelerator(LoadingAccelerator):
 
         Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
         """
+        if self._sessions.diverged:
+            warnings.warn(
+                "free_memory() has left each process with the weights of its own. Before it, call "
+                "accelerator.wait_for_everyone() on all processes.",
+                stacklevel=2,
+            )
         self._sessions.end()
         self._train_loader = None
         return super().free_memory(*objects)

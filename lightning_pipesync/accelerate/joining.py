@@ -55,8 +55,11 @@ class JoiningAccelerator(ShardingAccelerator):
 
     @override
     def end_training(self) -> None:
-        """Ends the methods, trackers and process groups; where replicas are jobs, after :meth:`end`."""
-        if self.is_job and is_normal_end(sys.exc_info()[1]):
+        """Ends the methods, trackers and process groups, after :meth:`end`; a collective call.
+
+        After it one process may save or evaluate the model.
+        """
+        if is_normal_end(sys.exc_info()[1]) and (self.is_job or self._sessions.diverged):
             self.end()
         self._sessions.end()
         super().end_training()

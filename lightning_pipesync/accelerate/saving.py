@@ -43,6 +43,13 @@ class SavingAccelerator(WatchedAccelerator):
         """
         self._sessions.consolidate()
 
+    def synchronize(self) -> None:
+        """Waits for weights that are on their way after a step, before they are read or written.
+
+        Not a collective call. Forward passes and all calls that save wait by themselves.
+        """
+        self._sessions.synchronize()
+
     @contextmanager
     def optimizers_given_back(self) -> Iterator[None]:
         """Context manager in which optimizers of models that FSDP2 has sharded are as Accelerate's functions need them.
@@ -106,10 +113,14 @@ class SavingAccelerator(WatchedAccelerator):
         return folder
 
     def save_rank_states(self, folder: str | Path) -> None:
-        """Writes each rank's state besides the consolidated weights and the optimizers; a collective call."""
+        """Writes each rank's state besides the consolidated weights and the optimizers; a collective call.
+
+        With ``checkpoint_replicas=False`` nothing is written.
+        """
+        wanted = self.pipesync is None or self.pipesync.config.checkpoint_replicas
         checkpoint.save_rank_states(
             folder,
-            self._sessions.methods,
+            self._sessions.methods if wanted else [],
             "" if self.pipesync is None else self.pipesync.method,
             self.process_index,
             self.num_processes,

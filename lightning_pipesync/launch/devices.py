@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 
 import torch
 
@@ -34,4 +35,5 @@ def _visible() -> list[str]:
     given = os.environ.get(VARIABLE)
     if given is None:
         return [str(index) for index in range(torch.cuda.device_count())]
-    return [name for name in given.split(",") if name.strip()]
+    # CUDA takes those before the first that there cannot be, such as -1.
+    return [*takewhile(lambda name: not name.startswith("-"), filter(None, map(str.strip, given.split(","))))]

@@ -34,6 +34,16 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
     require(precision, "_after_closure", "clip_grad_by_norm", "clip_grad_by_value")
 
 
+def check_clocks(trainer: Trainer) -> None:
+    """Checks that no rank validates by its own clock: it would wait for those that train on."""
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    if trainer.world_size > 1 and seconds is not None:
+        raise ValueError(
+            f"Trainer(val_check_interval=...) is a time, of {seconds:g} s, and each rank looks at its own clock: those "
+            "that validate would wait for those that train. Give a number of batches, or a share."
+        )
+
+
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Makes ``mesh`` the ``device_mesh`` of a module, which ``configure_model`` reads."""
     require(module, "_device_mesh")

@@ -22,6 +22,7 @@ from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data.order import begin_at, with_resumable_order
 from lightning_pipesync.lightning.private import (
     change_train_loaders,
+    check_clocks,
     no_broadcast_in_handlers,
     no_warning_about_resuming,
 )
@@ -82,7 +83,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
 
     def _begin_to_attach(self, trainer: Trainer) -> None:
-        self._start = (0, 0)
+        check_clocks(trainer)
         self._until_teardown = ExitStack()
         self._until_teardown.enter_context(no_broadcast_in_handlers(trainer, self._handle_sigterm))
         self._add_callback(trainer, first=True)  # before all others, so that they read consolidated weights
@@ -326,10 +327,14 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         return "gloo" if self.process_group_backend == "gloo" else None
 
     def _position(self) -> tuple[int, int]:
-        """Returns the epoch of the loaded progress, and the number of its batches that were trained."""
+        """Returns the epoch of the loaded progress, and the number of its batches that were trained.
+
+        If it was saved on an exception, the one that was under way does not count: ``fit`` begins with it.
+        """
         loop = self._trainer.fit_loop
         epochs = cast("_ProcessedTracker", loop.epoch_progress.current)
         batches = loop.epoch_loop.batch_progress
         if epochs.processed == epochs.started:
             return epochs.processed, 0
-        return (epochs.processed + 1, 0) if batches.is_last_batch else (epochs.processed, batches.current.ready)
+        trained = cast("_ProcessedTracker", batches.current).processed
+        return (epochs.processed + 1, 0) if batches.is_last_batch else (epochs.processed, trained)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from lightning_pipesync.lightning.private import (
     has_swa,
     no_broadcast_of_signals,
     run_hooks_before_step,
+    saves_now,
     writes_average_within_training,
 )
 from lightning_pipesync.lightning.uneven import UnevenBatches
@@ -53,8 +54,9 @@ class SyncStrategyMixin(JoiningMixin):
     The module is not wrapped: ``training_step`` runs on it directly. The method synchronizes its gradients and weights.
     """
 
+    _uneven_batches: UnevenBatches
     _flushed_to_save = False
-    _weights_after_error = ""
+    _weights_after_error = ""  # what they are, once a checkpoint was saved after an error
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -65,6 +67,7 @@ class SyncStrategyMixin(JoiningMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._begin_to_join(trainer)
+        self._start, self._uneven_batches = (0, 0), UnevenBatches(self.world_size, self._ask)
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -124,10 +127,6 @@ class SyncStrategyMixin(JoiningMixin):
                 f"injection={injection} cannot reach the batches of a training_step(dataloader_iter), which takes "
                 "them from the loader itself: write training_step(batch, batch_idx), or set injection=None."
             )
-
-    @cached_property
-    def _uneven_batches(self) -> UnevenBatches:
-        return UnevenBatches(self.world_size, self._ask)
 
     @property
     def has_ended(self) -> bool:
@@ -236,6 +235,12 @@ class SyncStrategyMixin(JoiningMixin):
             self.method.resume()
         super().resume()
 
+    def end_batch(self) -> None:
+        super().end_batch()
+        # A ModelCheckpoint begins with a barrier, at which ranks would wait for those that need their gradients.
+        if self.method is not None and not self.method.in_lockstep and saves_now(self._trainer):
+            self.flush()
+
     def end_training(self) -> None:
         if self.method is not None and not self._interrupted:
             self.method.finish(partial(run_hooks_before_step, self.precision_plugin, self.lightning_module))
@@ -260,8 +265,9 @@ class SyncStrategyMixin(JoiningMixin):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.method is not None and self._interrupted:
-            words = self.method.give_up()
-            self._weights_after_error = RIGHT_OR_WRONG if self.method.weights_differ else words
+            if not self._weights_after_error:  # what is in flight ends with the first checkpoint
+                words = self.method.give_up()
+                self._weights_after_error = RIGHT_OR_WRONG if self.method.weights_differ else words
         elif self.method is not None and not self.method.flushed:
             self.flush()
             self._flushed_to_save = True  # saving may interrupt a step, which resumes afterwards

@@ -21,8 +21,10 @@ from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import (
     check_copies,
+    check_same,
     check_same_values,
     collect_consistent_parameters,
+    describe_optimizers,
     on_all_ranks,
     raise_on_all_ranks,
 )
@@ -47,6 +49,12 @@ from lightning_pipesync.methods.step import StepRecord
 from lightning_pipesync.methods.step_calls import StepCalls
 from lightning_pipesync.methods.sync_batch_norm import warn_of_sync_batch_norm
 from lightning_pipesync.methods.user_steps import UserSteps
+
+#: What to do where hyper-parameters differ.
+SAME_RATES = (
+    "Schedulers must do the same on all ranks: log the metric that one follows with sync_dist=True, or average it over "
+    "the ranks."
+)
 
 
 class SyncMethod(StepCalls):
@@ -319,8 +327,12 @@ class SyncMethod(StepCalls):
 
         Raises:
             RuntimeError: on every rank: ranks that must hold the same weights do not.
+            ValueError: on every rank: they should, and have other hyper-parameters, such as a learning rate.
         """
         transport, shards = self.transport, self.transport.shards
+        if self.same_weights:
+            _, hyperparameters = describe_optimizers(self.optimizers)
+            check_same(transport.job, hyperparameters, SAME_RATES)
         named = [(parameter.name, parameter.tensor) for parameter in self._agreed]
         part = 0 if shards is None else shards.rank
         held = HeldWeights.of_this_process(transport.job.rank, named, part)

@@ -101,6 +101,16 @@ class Sessions:
     def methods(self) -> list[Method]:
         return [*(session.method for session in self.sessions), *self.pipelines]
 
+    @property
+    def diverged(self) -> bool:
+        """Whether a model may have the weights of this rank alone."""
+        return any(session.method.diverged for session in self.sessions)
+
+    def synchronize(self) -> None:
+        """Waits for weights that are on their way after a step; not a collective call."""
+        for session in self.sessions:
+            session.method.synchronize()
+
     def check_resumable(self, num_processes: int) -> None:
         """Raises a RuntimeError if each of several processes has a pipeline with all stages."""
         if num_processes > 1 and any(method.transport is None for method in self.methods):

@@ -14,6 +14,7 @@ from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.transformers.accelerator import TrainersAccelerator
 from lightning_pipesync.transformers.place import OTHERS, TrainerPlace
 from lightning_pipesync.transformers.private import accelerator_of_transformers, skipping_batches
+from lightning_pipesync.transformers.waiting import WaitingCallback
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -47,6 +48,8 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
         if self._pipesync is not None:
             _check(self._pipesync)
         super().__init__(*args, **kwargs)
+        if self._pipesync is not None:
+            self.callback_handler.callbacks.insert(0, WaitingCallback(self))
 
     @override
     def create_accelerator_and_postprocess(self) -> None:

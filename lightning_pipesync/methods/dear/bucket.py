@@ -161,6 +161,11 @@ class FusedBucket(GradientBucket):
         if self._feedback is not None:
             self._feedback.load_state_dict(state["feedback"])
 
+    def drop_movement(self) -> None:
+        """Forgets what was not sent of the movement of this rank's weights: others were loaded."""
+        if self._dropped is not None:
+            self._dropped.zero_()
+
     def residuals_of_shard(self) -> dict[str, dict[str, Tensor]]:
         """Returns views of the residual of what this rank all-gathers, by parameter, as :func:`reshard` takes them."""
         residual = self._dropped if self._feedback is None or self.sharded else self._feedback.shard

@@ -108,6 +108,13 @@ class FusedBuckets:
             if member.name in states
         }
 
+    def drop_residuals(self, index: int | None = None) -> None:
+        """Forgets what was not sent of an optimizer's gradients; None: of all, and of the movement of the weights."""
+        for bucket in self.buckets if index is None else self.of_optimizer(index):
+            bucket.drop_residuals()
+            if index is None:
+                bucket.drop_movement()
+
     def find_present(self) -> None:
         """Finds the parameters that have a gradient on some rank; the others are not updated, as in DDP."""
         flags = [present for bucket in self.buckets for present in bucket.present]

@@ -7,10 +7,12 @@ from torch import Tensor
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.eager import EagerGathers
+from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.gradients.backpipe import BackPipePolicy
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.step import Stage
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 
@@ -20,14 +22,16 @@ class DeARPolicy(BackPipePolicy):
     def __init__(
         self,
         sync: SyncMethod,
+        fused: FusedBuckets,
         order: ExecutionOrder,
         tuner: FusionTuner,
         early: EagerGathers,
         queue: CommQueue,
         feedpipe: FeedPipe[FusedBucket],
     ) -> None:
-        self._sync, self._order, self._tuner = sync, order, tuner
+        self._sync, self._fused, self._order, self._tuner = sync, fused, order, tuner
         self._early, self._queue, self._feedpipe = early, queue, feedpipe
+        self.loaded = False  # whether weights were, since the last collective
 
     def may_start(self, parameter: Tensor) -> bool:
         """See the base class; observes the order of gradients, too."""
@@ -41,15 +45,28 @@ class DeARPolicy(BackPipePolicy):
         """Blocks until no communication is in flight and all weights are up to date."""
         self._queue.wait_all()
         self._feedpipe.wait()
+        if self.loaded:
+            self.loaded = False
+            self._fused.drop_residuals()
+        elif self._sync.reduces_together and self._sync.record.stage(0) > Stage.ACCUMULATING:
+            self._fused.drop_residuals(0)  # the last gradient was reduced, and not applied
+
+    def after_loading(self, *_: object) -> None:
+        """Notes that weights were loaded: what was not sent of the former ones, and of their gradients, is dropped."""
+        self.loaded = True
 
     def outdated(self) -> None:
-        """Raises a RuntimeError with ``low_rank``: the factors of the first pass have left their error already."""
-        if (low_rank := self._sync.config.low_rank) is not None:
+        """Raises a RuntimeError if the first pass has left an error already, to which the gradient would be added."""
+        config = self._sync.config
+        if config.needs_as_many_ranks:
+            used = f"compression={config.compression!r} with error_feedback=True has encoded"
+            if config.low_rank is not None:
+                used = f"low_rank={config.low_rank!r} has factorized"
             raise RuntimeError(
-                f"low_rank={low_rank!r} has factorized this gradient already, and a further backward pass changes it: "
+                f"{used} this gradient already, and a further backward pass changes it: "
                 "put all backward passes of a step but the last under no_sync() (in a LightningModule: "
                 "self.trainer.strategy.block_backward_sync()), take each step that has begun, checkpoint a layer that "
-                "runs several times with use_reentrant=False, or set low_rank=None."
+                "runs several times with use_reentrant=False, or set error_feedback=False, or low_rank=None."
             )
 
     def started(self, index: int) -> None:

@@ -29,9 +29,10 @@ from lightning_pipesync.methods.dear.tuner import FusionTuner, TuningFile
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
-from lightning_pipesync.methods.loads import hook_loading
+from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.settings import check_saved, with_topology
+from lightning_pipesync.methods.step import Stage
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -92,13 +93,15 @@ class DeAR(SyncMethod):
         self._fused = FusedBuckets(order, self.optimizers, config, self.transport, self._feedpipe)
         self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
         self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
-        policy = DeARPolicy(self, order, self._tuner, self._early, queue, self._feedpipe)
+        self._policy = policy = DeARPolicy(self, self._fused, order, self._tuner, self._early, queue, self._feedpipe)
         apart = [OfOptimizer(self._fused, index) for index, _ in enumerate(self.optimizers)]
         reduced: Sequence[ReducedBuckets] = [self._fused] if self.reduces_together else apart
         self._backpipes = [BackPipe(buckets, queue, policy) for buckets in reduced]
         self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         self._hooks = hook_loading(self._after_loading, optimizers=self.optimizers)
+        trained = [parameter.tensor for parameter in parameters if parameter.group]
+        self._hooks += hook_loading(policy.after_loading, modules_with(self._module, trained))
         self._set_parameters(parameters)
 
     @property
@@ -130,15 +133,23 @@ class DeAR(SyncMethod):
         """Waits until each rank has the average of its shard of the gradients, which are scaled by ``loss_scale``."""
         # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
         changed = bool(self._loaded) or self._has_new_parameters
+        reduced = range(len(self.optimizers)) if not self.reduces_together else ()
+        others = [i for i in reduced if i != index and self.record.stage(i) > Stage.ACCUMULATING]
         if not self._fused.buckets:
             self._fused.fuse(self._tuner.fusion)
-        elif self._tuner.change_due:
+        elif self._tuner.change_due and not others:  # whose averaged gradient is in these buckets
             self._queue.wait_all()
             self._feedpipe.wait()
             if not any(self.transport.exchange_flags(changed).wait()):  # otherwise the old states would replace it
                 self._tuner.change()
         # On some rank: nothing may be applied to these buckets.
         if self._finish_backpipe(index, CHANGED * changed) & CHANGED:
+            if others:
+                raise RuntimeError(
+                    f"{type(self.optimizers[others[0]]).__name__} has its averaged gradient already, and since then a "
+                    "state was loaded, or parameters were added to an optimizer: load, and add parameters, before the "
+                    "first reduce() or clip() of a step."
+                )
             self.return_optimizer_states()
             self._compare_loaded()
             self._set_parameters(self._agreed_parameters())
@@ -161,6 +172,11 @@ class DeAR(SyncMethod):
         if flags & MISSING and not flags & CHANGED:
             self._fused.find_present()
         return flags
+
+    def _skip(self, index: int) -> None:
+        """See the base class; a pass that has started collectives has dropped the residuals by itself."""
+        if not self._backpipes[0].in_step:
+            self._fused.drop_residuals(index)
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Unscales the averaged gradient, which is not in ``p.grad``: a loss scaler has written to that."""
@@ -247,6 +263,7 @@ class DeAR(SyncMethod):
     def flush(self) -> None:
         """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""
         self.synchronize()
+        self._queue.wait_all()  # of a backward pass without a step: broadcasts and these have one order on all ranks
         self._compare_loaded()
         self._compare_weights()
         self._broadcast_buffers()
@@ -310,6 +327,7 @@ class DeAR(SyncMethod):
         self._fused.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
         self._loaded.clear()
+        self._policy.loaded = False  # before the residuals of the checkpoint
 
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizers, which :meth:`detach` would drop; a collective call."""

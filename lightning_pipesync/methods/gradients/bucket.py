@@ -109,6 +109,14 @@ class GradientBucket:
         present = [(p.grad, view) for p, view in pairs if p.grad is not None]
         foreach_copy_([gradient for gradient, _ in present], [view for _, view in present])
 
+    def drop_residuals(self) -> None:
+        """Forgets what was not sent of gradients."""
+        for feedback in self.feedback:
+            if feedback is not None:
+                feedback.decay(0.0)
+        if self._low_rank is not None:
+            self._low_rank.drop_residuals()
+
     def note_gradients(self) -> None:
         """Notes which gradients the parameters have, and what was written to them; see :meth:`written`."""
         gradients = [parameter.grad for parameter in self.parameters]

@@ -200,6 +200,12 @@ class LowRankBucket:
             if round_ == self.num_rounds - 1:
                 factorized.approximate(view)
 
+    def drop_residuals(self) -> None:
+        """Forgets what was not sent of gradients."""
+        for factorized in self._factorized:
+            if factorized is not None:
+                factorized.residual.zero_()
+
     def _buffer(self, round_: int) -> tuple[Bucket, list[int]]:
         """Returns the buffer of this round, and the indices of the parameters whose values it has."""
         indices = [i for i, factorized in enumerate(self._factorized) if factorized is not None or round_ == 0]

@@ -119,10 +119,14 @@ class PipeSGD(SyncMethod):
         unscales and checks it.
         """
         self._flushed_pipes.clear()
+        self._take_new_parameters()
+        self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
+
+    def _take_new_parameters(self) -> None:
+        """Trains the parameters that were added to an optimizer, too; a collective call."""
         if self._has_new_parameters:
             for pipe, of_optimizer in zip(self._pipes, self._by_optimizer(self._agreed_parameters()), strict=True):
                 pipe.set_parameters(of_optimizer)
-        self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _compare_loaded(self) -> None:
         if self.config.pipeline_level == 2:  # ranks may have started different segments, or none
@@ -154,7 +158,8 @@ class PipeSGD(SyncMethod):
             before_update: called when ``p.grad`` is about to be applied, for example to clip it.
         """
         for index, pipe in enumerate(self._pipes):
-            self.record.reduced(index)  # what is applied is no new gradient
+            self.record.reduced(index)  # what is applied is no new gradient, and has no loss scale
+            self.record.unscaled(index, overflow=False, scaled=False)
             pipe.drain(before_update)
             self.record.restart(index)
         self.flushed = False
@@ -211,6 +216,7 @@ class PipeSGD(SyncMethod):
         present = self._shape_settings()
         check_saved(with_topology(state["settings"], present), present, "to begin with an empty pipeline")
         self._queue.wait_all()
+        self._take_new_parameters()  # such as those that a callback has thawed before the checkpoint
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class ReplicaMethod(SyncMethod):
     config: ReplicaSettings
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        self._parameters = parameters
+        self._parameters, self._has_warned = parameters, False
         self._units = self._new_units()
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._non_trainable = self._non_trainable_tensors(others, self._module)
@@ -138,11 +139,16 @@ class ReplicaMethod(SyncMethod):
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Averages the gradient in a warm-up or a group; adopts weights that were consolidated or loaded."""
+        if self._has_new_parameters and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Parameters were added to {type(self.optimizers[index]).__name__} after {type(self).__name__} was "
+                "attached: their weights are averaged at the end of a period, without codec and outer step, and their "
+                "gradients never. Give the optimizer all parameters from the start, those of frozen layers, too.",
+                stacklevel=2,
+            )
         self._units[index].average_gradient()
-        if self.flushed:  # the gradient was computed at the consolidated weights
-            if not self.config.undoes_averages:  # other replicas apply them
-                self._drop_averages()
-            self._end_flush(keeps_average=True)
+        self._go_on_from_average()  # at which the gradient was computed
         if self._changes.loaded:
             self._together(self._reset_global_weights)
 
@@ -161,6 +167,7 @@ class ReplicaMethod(SyncMethod):
                 have not taken, or skipped, the same steps; or a peer is lost.
         """
         unit = self._units[index]
+        self._go_on_from_average()  # a flush may have come after the gradient was reduced
         with unit.in_step():
             result = self.user_steps.update_own(index, update)  # SelSync, Algorithm 1, line 9
         if unit.meets_next:
@@ -174,6 +181,13 @@ class ReplicaMethod(SyncMethod):
         if self._followers:  # a running average reads the averaged weights
             self.synchronize()
         return result
+
+    def _go_on_from_average(self) -> None:
+        """Ends a flush that nobody has undone: the replicas continue from the consolidated weights."""
+        if self.flushed:
+            if not self.config.undoes_averages:  # other replicas apply them
+                self._drop_averages()
+            self._end_flush(keeps_average=True)
 
     def _end_step(self, index: int) -> None:
         """Ends the step of a unit; at the end of a round, averages the other tensors, too."""
