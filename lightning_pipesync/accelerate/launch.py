@@ -53,6 +53,8 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
         rest.write_text(yaml.safe_dump(content))
         parsed.config_file = str(rest)
         environment = {CONFIG_VARIABLE: str(settings)}
+        if parsed.cpu or content.get("use_cpu"):  # which Accelerate does not tell several processes
+            environment["ACCELERATE_USE_CPU"] = "true"
         if num_processes is not None:
             environment[NUM_PROCESSES_VARIABLE] = str(num_processes)
         with patch_environment(**environment):
