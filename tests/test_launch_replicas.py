@@ -315,7 +315,7 @@ dist.init_process_group("gloo")
 total = torch.tensor(rank + 1)
 dist.all_reduce(total)
 # At once with its end of line: the ranks write to the same pipe, without a buffer.
-sys.stdout.write(f"rank {rank} of {dist.get_world_size()}, sum {total}, {sys.argv[1]}\n")
+sys.stdout.write(f"rank {rank} of {dist.get_world_size()}, sum {total}, {sys.argv[1]}\\n")
 dist.destroy_process_group()
 """
     options = ["--replicas", 2, "--ranks_per_replica", 2, "--backoff_s", 0.01]

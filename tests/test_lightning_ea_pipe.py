@@ -173,6 +173,7 @@ class Watched(Classifier):
 
     def on_train_epoch_end(self) -> None:
         self.computed.append(float(self.accuracy.compute()))
+        self.log("epoch_acc", self.computed[-1])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -185,12 +186,13 @@ def watch(directory: Path) -> dict[str, Any]:
     model = Watched()
     best = ModelCheckpoint(directory, monitor="val_loss", filename="best")
     often = ModelCheckpoint(directory / "often", monitor="loss_step", every_n_train_steps=5, save_top_k=2)
+    of_epoch = ModelCheckpoint(directory / "epoch", monitor="epoch_acc", mode="max", save_on_train_epoch_end=True)
     stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
     run = trainer(
         make_strategy(split_on()),
         2,
         directory,
-        callbacks=[best, often, stopping],
+        callbacks=[best, often, of_epoch, stopping],
         enable_checkpointing=True,
         max_epochs=5,
         val_check_interval=0.5,
@@ -209,6 +211,7 @@ def watch(directory: Path) -> dict[str, Any]:
         "computed": model.computed,
         "norms": model.norms,
         "best": (best.best_model_path, float(best.best_model_score)),
+        "of_epoch": (of_epoch.best_model_path, float(of_epoch.best_model_score)),
         "often": sorted(Path(path).name for path in often.best_k_models),
         "steps": run.global_step,
         "lr": lr,
@@ -220,7 +223,7 @@ def watch(directory: Path) -> dict[str, Any]:
 def test_all_ranks_find_the_metrics_of_rank_0(trained: Outcomes) -> None:
     """Early stopping, checkpoints of the best, schedulers on plateaus and metric objects behave as on one process."""
     first, second = trained[watch]
-    for name in ("fitted", "tested", "computed", "best", "often", "steps", "lr"):
+    for name in ("fitted", "tested", "computed", "best", "of_epoch", "often", "steps", "lr"):
         assert first[name] == second[name], name
     assert torch.equal(first["weights"], second["weights"])
     assert first["steps"] == 16  # stopped by the second validation

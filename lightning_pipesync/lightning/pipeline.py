@@ -27,6 +27,7 @@ from lightning_pipesync.lightning.pipelined import (
     leaving_logs_to_rank_0,
     loss_of,
     metrics_of,
+    sharing_logs_of_epochs,
 )
 from lightning_pipesync.lightning.private import (
     check_trainer,
@@ -73,6 +74,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         self.model_to_device()
         if self.global_rank != 0:
             self._until_teardown.enter_context(leaving_logs_to_rank_0(module))
+        self._until_teardown.enter_context(sharing_logs_of_epochs(module, self.share_metrics))
         if self._fitting:
             self.setup_optimizers(trainer)
             check_training(trainer, self.precision_plugin, self.name)

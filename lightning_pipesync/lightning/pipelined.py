@@ -96,6 +96,27 @@ def _warn_on_error(name: str, hook: Callable[[], None]) -> None:
         )
 
 
+@contextmanager
+def sharing_logs_of_epochs(module: LightningModule, share: Callable[[], object]) -> Iterator[None]:
+    """Context manager in which ``share`` follows the module's ``on_train_epoch_end``.
+
+    ModelCheckpoint and EarlyStopping, which read what it has logged, come next, and only rank 0 has logged.
+    """
+    hook, own = module.on_train_epoch_end, vars(module).get("on_train_epoch_end")
+
+    def hook_and_share() -> None:
+        hook()
+        share()
+
+    module.on_train_epoch_end = hook_and_share  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.on_train_epoch_end
+        if own is not None:
+            module.on_train_epoch_end = own  # type: ignore[method-assign]
+
+
 def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:
     """Broadcasts rank 0's logged metrics and the states of its metric objects."""
     metrics = metrics_of(trainer.lightning_module)
