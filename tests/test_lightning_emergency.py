@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import DIED, free_port, launch, raised
+from tests.harness import DIED, free_port, raised
 from tests.lightning_models import LOCAL, Classifier, make_strategy, train_loader, trainer, val_loader
 from tests.lost_ranks import be_patient, die
 from tests.models import loss, seeded_mlp
@@ -41,17 +41,20 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "local_sgd, overlapped": ({"name": "local_sgd", "period": 2, "overlap_steps": 1}, "those of rank 0's replica"),
     "selsync, overlapped": ({"name": "selsync", "delta": 0.0, "overlap": "forward"}, "the average of all replicas"),
     "own error": ({"name": "dear"}, "those after the last step, which all ranks have"),
+    "own error in the last batch": ({"name": "dear"}, "those after the last step, which all ranks have"),
 }
+#: The batch in which a rank raises an error by itself.
+OWN = {"own error": LAST, "own error in the last batch": 5}
 
 
 class Recorder(Callback):
     """Keeps the weights after each step; in one a rank is lost."""
 
-    def __init__(self, lose: Callable[[], object]) -> None:
-        self.lose, self.weights = lose, torch.empty(0)
+    def __init__(self, lose: Callable[[], object], last: int = LAST) -> None:
+        self.lose, self.last, self.weights = lose, last, torch.empty(0)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == LAST:
+        if batch_idx == self.last:
             time.sleep(0.3)  # what a rank has sent is on its way
             self.lose()
 
@@ -67,7 +70,7 @@ def fit_until_lost(jobs: dict[str, int], folder: Path) -> dict[str, Any]:
     name, rank = form_group(jobs)
     be_patient()
     lose: Callable[[], object] = int
-    if name == "own error":
+    if name in OWN:
         lose = raise_error if rank == 0 else int
     elif rank == VICTIM and "gather" in name:
         start = FusedBucket._start_all_gather
@@ -88,7 +91,7 @@ def fit_until_lost(jobs: dict[str, int], folder: Path) -> dict[str, Any]:
     if name in ("dear", "selsync"):
         saver = ModelCheckpoint(directory, "saved", save_on_exception=True, save_last=True)
     strategy = make_strategy({"timeout_s": TIMEOUT_S, **CASES[name][0]})
-    recorder = Recorder(lose)
+    recorder = Recorder(lose, OWN.get(name, LAST))
     run = trainer(strategy, RANKS, directory, callbacks=[recorder, saver], enable_checkpointing=True)
     module = Classifier()
     with warnings.catch_warnings(record=True) as caught:
@@ -101,7 +104,7 @@ def fit_until_lost(jobs: dict[str, int], folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, list[Any]]:
     jobs = {name: free_port() for name in CASES}
-    may_die = tuple(RANKS * job + VICTIM for job, name in enumerate(jobs) if name != "own error")
+    may_die = tuple(RANKS * job + VICTIM for job, name in enumerate(jobs) if name not in OWN)
     return launch_jobs(fit_until_lost, jobs, folder, may_die=may_die)
 
 
@@ -117,7 +120,7 @@ def vector_of(state: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_the_weights_are_those_that_the_message_says(name: str, outcomes: dict[str, list[Any]], folder: Path) -> None:
     own = outcomes[name][0]
-    if name == "own error":
+    if name in OWN:
         assert own["error"] == ("KeyError", repr("a bug in the loop"))
         assert_named = [outcomes[name][rank]["error"][1].splitlines()[-1] for rank in (1, 2)]
         assert all(line.startswith("Rank 0 (host ") and "it raised KeyError" in line for line in assert_named)
@@ -135,7 +138,7 @@ def test_the_weights_are_those_that_the_message_says(name: str, outcomes: dict[s
     elif "mixture" in CASES[name][1]:
         assert not torch.equal(weights, own["agreed"]), "the step has begun"
     if CASES[name][0]["name"] == "dear":
-        assert checkpoint["global_step"] == LAST + ("gather" in name)
+        assert checkpoint["global_step"] == OWN.get(name, LAST) + ("gather" in name)
     assert not outcomes[name][2]["said"], "one rank saves"
 
 
@@ -147,7 +150,7 @@ class Loaded(Classifier):
 def resume(folder: Path, name: str) -> tuple[Tensor, int]:
     """Goes on by DDP."""
     module = Loaded()
-    run = trainer("ddp", 2, folder / "resumed", max_steps=LAST + 2, max_epochs=-1)
+    run = trainer("ddp", 2, folder / "resumed", max_steps=OWN.get(name, LAST) + 2, max_epochs=-1)
     run.fit(module, train_loader(), ckpt_path=saved(folder, name))
     return module.loaded, run.global_step
 
@@ -161,24 +164,26 @@ def resumed(outcomes: dict[str, list[Any]], folder: Path) -> Outcomes:
 def test_ddp_resumes_from_it(name: str, resumed: Outcomes, folder: Path) -> None:
     for loaded, steps in resumed[name]:
         assert torch.equal(loaded, vector_of(torch.load(saved(folder, name), weights_only=True)["state_dict"]))
-        assert steps == LAST + 2
+        assert steps == OWN.get(name, LAST) + 2
 
 
-def resume_by_dear(folder: Path) -> tuple[int, int, int]:
-    """Goes on to the end of the epoch; returns how many batches it trains on, its steps, and its validations."""
+def resume_by_dear(folder: Path, name: str) -> tuple[list[list[int]], int, int]:
+    """Goes on to the end of the epoch; returns what it trains on, its steps, and its validations."""
     module = Classifier()
     run = trainer(make_strategy({"name": "dear"}), RANKS, folder / "again", max_epochs=1)
-    run.fit(module, train_loader(), val_loader(), ckpt_path=saved(folder, "own error"))
-    return len(module.seen), run.global_step, len(module.validated_with)
+    run.fit(module, train_loader(), val_loader(), ckpt_path=saved(folder, name) if name else None)
+    return module.seen, run.global_step, len(module.validated_with)
 
 
 @pytest.mark.usefixtures("outcomes")
 def test_the_same_strategy_begins_with_the_batch_that_was_under_way(folder: Path) -> None:
     """And validates at the end of the epoch."""
-    for batches, steps, validated in launch(resume_by_dear, RANKS, folder, init=False):
-        assert batches == steps - LAST
-        assert steps == len(train_loader()) // RANKS + (len(train_loader()) % RANKS > 0)
-        assert validated == 1
+    found = launch_cases({name: partial(resume_by_dear, folder, name) for name in ("", *OWN)}, RANKS, init=False)
+    for name, last in OWN.items():
+        for (whole, steps, _), (rest, steps_after, validated) in zip(found[""], found[name], strict=True):
+            assert rest == whole[last:]
+            assert steps_after == steps == max(OWN.values()) + 1
+            assert validated == 1
 
 
 def save_with_accelerate(jobs: dict[str, int], folder: Path) -> list[Any]:

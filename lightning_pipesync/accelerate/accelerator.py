@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from lightning_pipesync.accelerate.sharding import (
     with_replicas,
 )
 from lightning_pipesync.core.dtensors import is_sharded, local_of
+from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
@@ -195,7 +197,7 @@ class PipeSyncAccelerator(LoadingAccelerator):
 
         Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
         """
-        if self._sessions.diverged:
+        if self._sessions.diverged and is_normal_end(sys.exc_info()[1]):
             warnings.warn(
                 "free_memory() has left each process with the weights of its own. Before it, call "
                 "accelerator.wait_for_everyone() on all processes.",

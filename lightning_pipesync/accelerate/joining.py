@@ -59,7 +59,7 @@ class JoiningAccelerator(ShardingAccelerator):
 
         After it one process may save or evaluate the model.
         """
-        if is_normal_end(sys.exc_info()[1]) and (self.is_job or self._sessions.diverged):
+        if is_normal_end(sys.exc_info()[1]) and (self.is_job or self._sessions.may_diverge):
             self.end()
         self._sessions.end()
         super().end_training()

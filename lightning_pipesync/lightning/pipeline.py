@@ -66,6 +66,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._module
+        self._forget_last_fit()
         check_trainer(trainer, self.precision_plugin)
         self._begin_to_attach(trainer)
         trainer.accelerator.setup(trainer)

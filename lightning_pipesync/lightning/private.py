@@ -58,7 +58,7 @@ def check_uneven_batches(trainer: Trainer) -> None:
         "Trainer(val_check_interval=...)": trainer.val_check_interval != 1.0,
         "Trainer(overfit_batches=...)": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
         # Of one batch each rank has its own, as with fast_dev_run=True.
-        "Trainer(limit_train_batches=...)": trainer.limit_train_batches not in (1, 1.0),
+        "Trainer(limit_train_batches=...)": trainer.limit_train_batches != 1,
     }
     for callback in _model_checkpoints(trainer):
         require(callback, "_every_n_train_steps", "_train_time_interval")

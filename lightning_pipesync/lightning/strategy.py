@@ -82,6 +82,10 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         super().setup_environment()
         self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
 
+    def _forget_last_fit(self) -> None:
+        """Called before anything else of a fit, which may make its loaders."""
+        self._start = (0, 0)
+
     def _begin_to_attach(self, trainer: Trainer) -> None:
         check_clocks(trainer)
         self._until_teardown = ExitStack()
@@ -337,4 +341,5 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         if epochs.processed == epochs.started:
             return epochs.processed, 0
         trained = cast("_ProcessedTracker", batches.current).processed
-        return (epochs.processed + 1, 0) if batches.is_last_batch else (epochs.processed, trained)
+        has_ended = batches.is_last_batch and trained == batches.current.ready
+        return (epochs.processed + 1, 0) if has_ended else (epochs.processed, trained)

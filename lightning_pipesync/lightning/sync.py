@@ -67,7 +67,7 @@ class SyncStrategyMixin(JoiningMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._begin_to_join(trainer)
-        self._start, self._uneven_batches = (0, 0), UnevenBatches(self.world_size, self._ask)
+        self._forget_last_fit()
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -88,6 +88,10 @@ class SyncStrategyMixin(JoiningMixin):
         self._follow_averages(trainer, method)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
         self._replace_clipping(clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
+
+    def _forget_last_fit(self) -> None:
+        super()._forget_last_fit()
+        self._uneven_batches, self._weights_after_error = UnevenBatches(self.world_size, self._ask), ""
 
     def _follow_averages(self, trainer: Trainer, method: SyncMethod) -> None:
         """Makes running averages of callbacks, such as WeightAveraging, the same on all ranks when they are read."""

@@ -332,7 +332,11 @@ class SyncMethod(StepCalls):
         transport, shards = self.transport, self.transport.shards
         if self.same_weights:
             _, hyperparameters = describe_optimizers(self.optimizers)
-            check_same(transport.job, hyperparameters, SAME_RATES)
+            try:
+                check_same(transport.job, hyperparameters, SAME_RATES)
+            except ValueError:
+                self.weights_differ = True
+                raise
         named = [(parameter.name, parameter.tensor) for parameter in self._agreed]
         part = 0 if shards is None else shards.rank
         held = HeldWeights.of_this_process(transport.job.rank, named, part)

@@ -106,6 +106,11 @@ class Sessions:
         """Whether a model may have the weights of this rank alone."""
         return any(session.method.diverged for session in self.sessions)
 
+    @property
+    def may_diverge(self) -> bool:
+        """Whether ranks may train different weights; the same on all ranks."""
+        return any(not session.method.same_weights for session in self.sessions)
+
     def synchronize(self) -> None:
         """Waits for weights that are on their way after a step; not a collective call."""
         for session in self.sessions:

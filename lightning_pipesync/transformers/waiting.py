@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lightning_pipesync.transformers.trainer import PipeSyncTrainerMixin
 
 #: The events at which transformers gives callbacks the model between a step and the next forward pass.
-AFTER_STEP = ("on_optimizer_step", "on_step_end")
+AFTER_STEP = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin")
 
 
 class WaitingCallback(TrainerCallback):

@@ -33,6 +33,7 @@ class ChunkedTopK(Codec):
 
     name: ClassVar[str] = "chunked_topk"
     gathered: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
     CHUNK: ClassVar[int] = 4096  #: values of a chunk
     k: int = 64
     """Values of a chunk that are kept, a power of two from 4 to 4096."""

@@ -27,6 +27,7 @@ class Codec(ABC):
 
     name: ClassVar[str]  #: what ``compression`` calls it
     lossless: ClassVar[bool] = False  #: whether decoded values are the encoded ones
+    sparse: ClassVar[bool] = False  #: whether most values are dropped, so that error feedback has most of a gradient
     #: Whether an all-reduce gathers what each rank has encoded, which all decode and sum: values are encoded once.
     #: Otherwise each rank sums a shard, which is encoded again to be gathered. A sum of sparse values is less sparse.
     gathered: ClassVar[bool] = False

@@ -23,6 +23,7 @@ class TopK(Codec):
     """
 
     name: ClassVar[str] = "topk"
+    sparse: ClassVar[bool] = True
     ratio: float = 0.01
     """Share of the values that is kept, in (0, 1]. At 0.5 and above the wire is no smaller than fp32."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.eager import EagerGathers
@@ -56,9 +57,9 @@ class DeARPolicy(BackPipePolicy):
         self.loaded = True
 
     def outdated(self) -> None:
-        """Raises a RuntimeError if the first pass has left an error already, to which the gradient would be added."""
+        """Raises a RuntimeError if the first pass has left most of a gradient already, to which it would be added."""
         config = self._sync.config
-        if config.needs_as_many_ranks:
+        if config.low_rank is not None or (config.uses_error_feedback and get_codec(config.compression).sparse):
             used = f"compression={config.compression!r} with error_feedback=True has encoded"
             if config.low_rank is not None:
                 used = f"low_rank={config.low_rank!r} has factorized"

@@ -96,7 +96,7 @@ class DeAR(SyncMethod):
         self._policy = policy = DeARPolicy(self, self._fused, order, self._tuner, self._early, queue, self._feedpipe)
         apart = [OfOptimizer(self._fused, index) for index, _ in enumerate(self.optimizers)]
         reduced: Sequence[ReducedBuckets] = [self._fused] if self.reduces_together else apart
-        self._backpipes = [BackPipe(buckets, queue, policy) for buckets in reduced]
+        self._backpipes = [BackPipe(buckets, queue, policy) for buckets in reduced]  # the first has all hooks
         self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         self._hooks = hook_loading(self._after_loading, optimizers=self.optimizers)
@@ -134,7 +134,8 @@ class DeAR(SyncMethod):
         # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
         changed = bool(self._loaded) or self._has_new_parameters
         reduced = range(len(self.optimizers)) if not self.reduces_together else ()
-        others = [i for i in reduced if i != index and self.record.stage(i) > Stage.ACCUMULATING]
+        stages = [Stage.ACCUMULATING if self.record.is_outdated(i) else self.record.stage(i) for i in reduced]
+        others = [i for i, stage in enumerate(stages) if i != index and stage > Stage.ACCUMULATING]
         if not self._fused.buckets:
             self._fused.fuse(self._tuner.fusion)
         elif self._tuner.change_due and not others:  # whose averaged gradient is in these buckets
@@ -263,7 +264,7 @@ class DeAR(SyncMethod):
     def flush(self) -> None:
         """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""
         self.synchronize()
-        self._queue.wait_all()  # of a backward pass without a step: broadcasts and these have one order on all ranks
+        self._queue.wait_all()  # after a backward pass without a step: broadcasts do not overtake what it has started
         self._compare_loaded()
         self._compare_weights()
         self._broadcast_buffers()

@@ -20,6 +20,7 @@ from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.loads import hook_loading, modules_with
+from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
 from lightning_pipesync.methods.replicas.flags import LOADED, check_flags, exchange_flags
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
@@ -139,14 +140,7 @@ class ReplicaMethod(SyncMethod):
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Averages the gradient in a warm-up or a group; adopts weights that were consolidated or loaded."""
-        if self._has_new_parameters and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"Parameters were added to {type(self.optimizers[index]).__name__} after {type(self).__name__} was "
-                "attached: their weights are averaged at the end of a period, without codec and outer step, and their "
-                "gradients never. Give the optimizer all parameters from the start, those of frozen layers, too.",
-                stacklevel=2,
-            )
+        self._warn_of_added_parameters()
         self._units[index].average_gradient()
         self._go_on_from_average()  # at which the gradient was computed
         if self._changes.loaded:
@@ -181,6 +175,20 @@ class ReplicaMethod(SyncMethod):
         if self._followers:  # a running average reads the averaged weights
             self.synchronize()
         return result
+
+    def _warn_of_added_parameters(self) -> None:
+        if self._has_warned or not self._has_new_parameters:
+            return
+        members = (self._agreed_members, group_members(self.optimizers))
+        before, now = ({one for groups in found for group in groups for one in group} for found in members)
+        if not now <= before:
+            self._has_warned = True
+            warnings.warn(
+                f"Parameters were added to an optimizer after {type(self).__name__} was attached: their weights are "
+                "averaged with the others', without codec and outer step, and their gradients never. Give the "
+                "optimizer all parameters from the start, those of frozen layers, too.",
+                stacklevel=2,
+            )
 
     def _go_on_from_average(self) -> None:
         """Ends a flush that nobody has undone: the replicas continue from the consolidated weights."""

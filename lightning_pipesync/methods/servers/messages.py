@@ -160,7 +160,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LearnerBuffers:
-    """Parameters that no optimizer has, None if it has not changed one, and the buffers of a learner that retires."""
+    """What a learner sends before it retires: parameters that no optimizer has (None: unchanged), and buffers."""
 
     values: list[Tensor | None]
 
