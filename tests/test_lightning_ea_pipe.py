@@ -200,7 +200,7 @@ def watch(directory: Path) -> dict[str, Any]:
     )
     run.fit(model, train_loader(), val_loader())
     fitted = {name: float(value) for name, value in run.callback_metrics.items()}
-    lr = run.optimizers[0].param_groups[0]["lr"]
+    lr, best_epoch = run.optimizers[0].param_groups[0]["lr"], (of_epoch.best_model_path, of_epoch.best_model_score)
     [tested] = run.test(model, val_loader(), ckpt_path="best")
     shown = {name: float(value) for name, value in run.callback_metrics.items()}
     predictions = run.predict(model, val_loader())
@@ -211,7 +211,7 @@ def watch(directory: Path) -> dict[str, Any]:
         "computed": model.computed,
         "norms": model.norms,
         "best": (best.best_model_path, float(best.best_model_score)),
-        "of_epoch": (of_epoch.best_model_path, float(of_epoch.best_model_score)),
+        "of_epoch": best_epoch,
         "often": sorted(Path(path).name for path in often.best_k_models),
         "steps": run.global_step,
         "lr": lr,
@@ -230,6 +230,7 @@ def test_all_ranks_find_the_metrics_of_rank_0(trained: Outcomes) -> None:
     assert set(first["fitted"]) >= {"acc", "loss", "loss_step", "loss_epoch", "val_loss"}
     assert first["computed"] == [pytest.approx(first["fitted"]["acc"])]
     assert len(first["often"]) == 2
+    assert float(first["of_epoch"][1]) == pytest.approx(first["fitted"]["acc"])
     assert first["returned"] == {"val_loss": pytest.approx(first["tested"]["val_loss"])}
     # Rank 0 has the last stage: the last layer, and what comes after it.
     assert first["norms"] == [[False] * 2 + [True] * 6] * 16

@@ -361,3 +361,47 @@ def flush_after_different_segments() -> dict[str, Tensor]:
 def test_ranks_that_have_begun_different_segments_do_not_wait_for_each_other() -> None:
     weights, others = on_ranks(flush_after_different_segments, 2)
     assert_same(weights, others)
+
+
+def thawed_and_saved(resumes: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The first layer joins after three steps, as with a callback that thaws layers, and a checkpoint comes later."""
+
+    def begin(seed: int) -> tuple[nn.Module, SGD, PipeSGD]:
+        model = seeded_mlp(seed)
+        optimizer = SGD(model[2].parameters(), lr=0.05, momentum=0.9)
+        return model, optimizer, PipeSGD(model, optimizer, **settings)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss(model, number, dist.get_rank()).backward()
+        sync.step()
+
+    model, optimizer, sync = begin(0)
+    for number in range(3):
+        step(number)
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
+    for number in range(3, 7):
+        step(number)
+    sync.flush()
+    if resumes:
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
+        sync.detach()
+        model, optimizer, sync = begin(1)
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
+        for one, state_of in zip((model, optimizer, sync), saved, strict=True):
+            one.load_state_dict(state_of)
+    else:
+        sync.state_dict()
+        sync.resume()
+    for number in range(7, 12):
+        step(number)
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"staleness": 2, "compression": "int8"}, {"low_rank": 1}], ids=str)
+def test_layers_that_were_thawed_are_resumed(settings: dict[str, Any]) -> None:
+    """With their gradients in flight, and residuals."""
+    for whole, resumed in zip(*(on_ranks(thawed_and_saved, 2, one, settings) for one in (False, True)), strict=True):
+        assert_same(resumed, whole)
