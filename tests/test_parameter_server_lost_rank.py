@@ -279,11 +279,11 @@ def outlive_ranks_that_end(ended: tuple[int, ...], settings: dict[str, Any]) -> 
     """Trains on, or serves, after some ranks have ended and the system has closed their connections; what is warned."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        run = ServedRun(policy="async", **{**CONTINUES, "timeout_s": 8.0, **settings})
+        run = ServedRun(policy="async", **{**CONTINUES, "timeout_s": 20.0, **settings})
         run.train(range(STEPS))
         run.sync.flush()
         if run.rank not in ended:
-            time.sleep(10.0)  # several messages that say that this rank is alive
+            time.sleep(12.0)  # two messages, at least, that say that this rank is alive
             run.sync.resume()
             run.train(range(STEPS))
             run.sync.flush()
