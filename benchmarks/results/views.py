@@ -46,9 +46,8 @@ def reachable(result: dict[str, Any]) -> dict[str, Any]:
     """Returns trainings with a target that the baseline reaches with all seeds: the one it has, or its own worst."""
     baseline = converge_report.baseline_of(result)
     sign = 1 if result["higher_is_better"] else -1
-    worst = min(
-        max(sign * point["quality"] for point in run["points"]) for run in converge_report.by_method(result)[baseline]
-    )
+    runs = converge_report.by_method(result)[baseline]
+    worst = min(sign * converge_report.best_of(run["points"], sign) for run in runs)
     if worst >= sign * result["target"]:
         return result
     return {**result, "target": sign * floor(10 * worst) / 10}

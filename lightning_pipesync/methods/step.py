@@ -65,6 +65,11 @@ class StepRecord:
             )
         return outdated
 
+    def awaited_beside(self, index: int) -> list[int]:
+        """Returns the other optimizers whose gradients were reduced by themselves, and are still to be applied."""
+        others = () if self._together else (one for one in range(len(self._stages)) if one != index)
+        return [one for one in others if self._stages[one] > Stage.ACCUMULATING and not self.is_outdated(one)]
+
     def restart(self, index: int) -> None:
         self._stages[index] = Stage.ACCUMULATING
 

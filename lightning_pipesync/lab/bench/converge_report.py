@@ -76,7 +76,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
     """Returns a row for each method."""
     trainings, baseline = by_method(result), baseline_of(result)
     sign = 1 if result["higher_is_better"] else -1
-    best = {name: [_best(run["points"], sign) for run in runs] for name, runs in trainings.items()}
+    best = {name: [best_of(run["points"], sign) for run in runs] for name, runs in trainings.items()}
     reached = {
         name: [point for run in runs if (point := _reached(run["points"], result["target"], sign))]
         for name, runs in trainings.items()
@@ -206,7 +206,8 @@ def step_seconds(runs: list[dict[str, Any]]) -> float:
     return median(run["points"][-1]["seconds"] / run["points"][-1]["steps"] for run in runs)
 
 
-def _best(points: Sequence[Point], sign: int) -> float:
+def best_of(points: Sequence[Point], sign: int) -> float:
+    """Returns the best quality of a training, with a ``sign`` of -1 the lowest."""
     return max((point["quality"] for point in points), key=lambda quality: sign * quality)
 
 

@@ -32,7 +32,6 @@ from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.settings import check_saved, with_topology
-from lightning_pipesync.methods.step import Stage
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -133,9 +132,7 @@ class DeAR(SyncMethod):
         """Waits until each rank has the average of its shard of the gradients, which are scaled by ``loss_scale``."""
         # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
         changed = bool(self._loaded) or self._has_new_parameters
-        reduced = range(len(self.optimizers)) if not self.reduces_together else ()
-        stages = [Stage.ACCUMULATING if self.record.is_outdated(i) else self.record.stage(i) for i in reduced]
-        others = [i for i, stage in enumerate(stages) if i != index and stage > Stage.ACCUMULATING]
+        others = self.record.awaited_beside(index)
         if not self._fused.buckets:
             self._fused.fuse(self._tuner.fusion)
         elif self._tuner.change_due and not others:  # whose averaged gradient is in these buckets

@@ -246,15 +246,14 @@ class ParameterServer(SyncMethod):
             self._reload()
         if not self.flushed:
             self._learner.keep_replica()
-        shared = [*self._others, *self._shared_tensors()]
+        buffers = self._shared_tensors()
+        shared = [*self._others, *buffers]
         # Any learner may be lost before it has sent its buffers.
         learners = self._roles.learners if self._roles.survives_loss else self._roles.learners[:1]
         if shared and self.transport.rank in learners:
-            changed = [now != then for now, then in zip(marks_of(self._others), self._marks, strict=True)]
-            changed += [True] * (len(shared) - len(changed))
-            pairs = zip(shared, changed, strict=True)
-            values = [tensor.detach().cpu().clone() if is_changed else None for tensor, is_changed in pairs]
-            self._router.send(COORDINATOR, LearnerBuffers(values))
+            marked = zip(self._others, marks_of(self._others), self._marks, strict=True)
+            changed = [tensor.cpu().clone() if now != then else None for tensor, now, then in marked]
+            self._router.send(COORDINATOR, LearnerBuffers([*changed, *(buffer.cpu().clone() for buffer in buffers)]))
         self._learner.retire()
         for tensor, value in zip(shared, self._router.flushed_buffers() if shared else (), strict=True):
             if value is not None:
