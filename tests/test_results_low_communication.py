@@ -46,8 +46,8 @@ def text_of(name: str, records: list[Record]) -> str:
 
 def test_quality_has_the_bytes_of_a_whole_training() -> None:
     text = text_of("low_communication", [record("topics"), record("tiny_llama")])
-    assert "**topics**" in text
-    assert "**tiny_llama**" in text
+    assert "**topics, 4 hosts, 20 steps**" in text
+    assert "**tiny_llama, 4 hosts, 20 steps**" in text
     assert "| DDP | 4.05 ± 0.64 | +0.00 ± 0.00 | 4.05 ± 0.64 | 120.00 | 1 |" in text
     assert "| DeAR, ACP-SGD, rank 4 | 4.15 ± 0.64 | -0.10 ± 0.00 | 4.15 ± 0.64 | 12.00 | 10 |" in text
     assert "| 0.10 | 1200 |" in text
@@ -63,7 +63,6 @@ def test_rounds_have_their_share_of_a_step(name: str) -> None:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    PICTURES["low_communication"].draw(
-        [record("topics"), record("tiny_llama"), record("topics")], tmp_path / "front.png"
-    )
+    tasks = ["topics", "tiny_llama", "topics_muon", "words", "topics"]
+    PICTURES["low_communication"].draw([record(task) for task in tasks], tmp_path / "front.png")
     assert_pictures(tmp_path, "front")

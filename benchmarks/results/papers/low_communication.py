@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,9 @@ from lightning_pipesync.lab.bench.converge_report import COLUMNS, Row, by_method
 from lightning_pipesync.lab.bench.pictures import MARKERS, looks_of, picture
 from lightning_pipesync.lab.bench.tables import table
 
-_NESTEROV = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum=0.5"
+_NESTEROV = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum"
+_40_STEPS = f"local_sgd:period=40,{_NESTEROV}=0.5,compression=int2"
+_68_STEPS = f"local_sgd:period=68,{_NESTEROV}=0.3,compression=int2"
 #: Gradients compressed at every step.
 _EACH_STEP = {
     "ddp": "DDP",
@@ -26,8 +29,8 @@ _EACH_STEP = {
 }
 #: Weights averaged in rounds.
 _ROUNDS = {
-    f"local_sgd:period=40,{_NESTEROV},compression=int2": "local SGD, period=40, Nesterov 0.5, int2",
-    f"local_sgd:period=68,{_NESTEROV},compression=int2": "local SGD, period=68, Nesterov 0.5, int2",
+    _40_STEPS: "local SGD, period=40, Nesterov 0.5, int2",
+    _68_STEPS: "local SGD, period=68, Nesterov 0.3, int2",
     "sparseloco:period=15": "SparseLoCo, period=15",
     "sparseloco": "SparseLoCo, period=30",
 }
@@ -36,7 +39,7 @@ _WITH_MUON = {
     "muloco": "MuLoCo, period=30",
     "muloco:period=68": "MuLoCo, period=68",
 }
-_STREAMED = f"local_sgd:period=40,{_NESTEROV},compression=int2,fragments=4,overlap_steps=4"
+_STREAMED = f"{_40_STEPS},fragments=4,overlap_steps=4"
 _OVERLAPPED = "sparseloco:overlap_steps=4"
 _FAR = {
     "ddp": "DDP",
@@ -46,33 +49,44 @@ _FAR = {
 }
 #: As the tables have them.
 _NAMES = OF_LOCAL_SGD | _EACH_STEP | _FAR | _WITH_MUON
-_CONVERGE = "python -m benchmarks.converge --hosts 4"
+_CONVERGE = "python -m benchmarks.converge --hosts"
 _FRONT = " ".join([*_EACH_STEP, *_ROUNDS])
 _WAN = "--rate 20mbit --delay 40ms"
+#: Maximum number of panels side by side.
+_IN_A_ROW = 3
 
 JOBS = (
     *(
         Job(
             f"low_communication_{task}",
-            f"{_CONVERGE} --task {task} --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 --methods {_FRONT}",
+            f"{_CONVERGE} 4 --task {task} --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 --methods {_FRONT}",
             minutes,
         )
         for task, minutes in (("topics", 68), ("tiny_llama", 80))
     ),
     Job(
         "low_communication_topics_muon",
-        f"{_CONVERGE} --task topics_muon --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 "
+        f"{_CONVERGE} 4 --task topics_muon --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 "
         f"--methods ddp {' '.join(_WITH_MUON)}",
         25,
     ),
+    *(
+        Job(
+            f"low_communication_topics_{name}",
+            f"{_CONVERGE} {hosts} --task topics --epochs {epochs} --evaluations {evaluations} --seeds 0 1 2 "
+            f"--methods ddp {_40_STEPS} {_68_STEPS}",
+            minutes,
+        )
+        for name, hosts, epochs, evaluations, minutes in (("long", 4, 18, 9, 40), ("8_hosts", 8, 6, 6, 30))
+    ),
     Job(
         "low_communication_time",
-        f"{_CONVERGE} --task topics --rate 50mbit --steps 120 --evaluations 2 --methods alone {' '.join(_EACH_STEP)}",
+        f"{_CONVERGE} 4 --task topics --rate 50mbit --steps 120 --evaluations 2 --methods alone {' '.join(_EACH_STEP)}",
         5,
     ),
     Job(
         "low_communication_wan",
-        f"{_CONVERGE} --task topics {_WAN} --steps 204 --evaluations 2 --methods alone {' '.join(_FAR)}",
+        f"{_CONVERGE} 4 --task topics {_WAN} --steps 204 --evaluations 2 --methods alone {' '.join(_FAR)}",
         12,
     ),
     Job(
@@ -99,8 +113,14 @@ def _quality(records: Sequence[Record]) -> str:
             for row in rows_of(result)
         ]
         headings = ["", f"best {result['metric']}", "better than DDP by", "final", "MiB", "times fewer than DDP"]
-        parts += [f"**{result['settings']['task']}**\n", table(headings, rows)]
+        parts += [f"**{_title(result)}**\n", table(headings, rows)]
     return "\n".join(parts)
+
+
+def _title(result: dict[str, Any]) -> str:
+    """Returns which trainings these are."""
+    steps = max(point["steps"] for run in result["runs"] for point in run["points"])
+    return f"{result['settings']['task']}, {result['world_size']} hosts, {steps:.0f} steps"
 
 
 def _mib_sent(result: dict[str, Any]) -> dict[str, float]:
@@ -109,23 +129,26 @@ def _mib_sent(result: dict[str, Any]) -> dict[str, float]:
 
 
 def _draw(records: Sequence[Record], path: Path) -> None:
-    """Draws the quality over bytes: a point for each method with its settings, a panel for each task."""
+    """Draws the quality over bytes: a point for each method with its settings, a panel for each training."""
     found: dict[str, dict[str, tuple[float, Row]]] = {}
     for record in records:
         [result] = record.results
         sent = _mib_sent(result)
-        of_task = found.setdefault(result["settings"]["task"], {})
+        of_training = found.setdefault(_title(result), {})
         for row in rows_of(result):
-            of_task.setdefault(row.method, (sent[row.method], row))  # the first record has more seeds
-    names = [*dict.fromkeys(name for of_task in found.values() for name in of_task)]
+            of_training.setdefault(row.method, (sent[row.method], row))  # the first record has more seeds
+    names = [*dict.fromkeys(name for of_training in found.values() for name in of_training)]
     colours = {name: look["color"] for name, look in looks_of(names).items()}
-    with picture(path, (13, 7), 1, len(found), legend="below", legend_columns=2) as panels:
-        for panel, (task, of_task) in zip(panels[0], found.items(), strict=True):
-            for name, (mib, row) in of_task.items():
+    rows = ceil(len(found) / _IN_A_ROW)
+    with picture(path, (13, 3 + 4 * rows), rows, min(_IN_A_ROW, len(found)), legend="below") as panels:
+        for panel in panels.flat[len(found) :]:
+            panel.set_axis_off()
+        for panel, (title, of_training) in zip(panels.flat, found.items(), strict=False):
+            for name, (mib, row) in of_training.items():
                 look = {"color": colours[name], "marker": MARKERS[names.index(name) % len(MARKERS)]}
                 label = named(name, _NAMES).replace("`", "")
                 panel.errorbar(mib, row.best, row.best_interval, linestyle="none", capsize=3, label=label, **look)
-            panel.set(xscale="log", xlabel="MiB sent by rank 0 in a training", ylabel="best perplexity", title=task)
+            panel.set(xscale="log", xlabel="MiB sent by rank 0 in a training", ylabel="best perplexity", title=title)
             panel.grid(alpha=0.3)
 
 
@@ -147,7 +170,10 @@ def _speeds(records: Sequence[Record]) -> str:
     return table(["", "ms a step", "times as fast as DDP", "of the speed without communication"], rows)
 
 
-_TRAINED = ("low_communication_topics", "low_communication_topics_muon", "low_communication_tiny_llama")
+_TRAINED = (
+    *("low_communication_topics", "low_communication_topics_long", "low_communication_topics_8_hosts"),
+    *("low_communication_topics_muon", "low_communication_tiny_llama"),
+)
 
 EXHIBITS: tuple[Exhibit, ...] = (
     Table("low_communication", _TRAINED, _quality),
