@@ -294,6 +294,22 @@ def test_training_continues_from_loaded_weights() -> None:
         assert_weights(outcomes[name], seeded_mlp(1).state_dict())
 
 
+def stay_at_loaded() -> dict[str, Tensor]:
+    run = ServedRun(policy="diloco", compression="topk", period=2, outer_momentum=0.0)
+    run.steps(range(5))
+    run.model.load_state_dict(seeded_mlp(1).state_dict())
+    for optimizer in run.sync.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    run.steps(range(4))
+    return run.end()
+
+
+def test_what_was_not_sent_of_other_weights_is_dropped() -> None:
+    """Residuals are of the weights before those that were loaded, from which nothing moves here."""
+    assert_weights(launch(stay_at_loaded, 2), seeded_mlp(1).state_dict())
+
+
 def load_on_some(settings: dict[str, Any]) -> tuple[str, str] | None:
     """Loads weights on rank 1 alone during a training; returns what a rank raises."""
     run = ServedRun(**settings, timeout_s=600)

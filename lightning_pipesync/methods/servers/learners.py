@@ -104,6 +104,12 @@ class Learner:
     def cancel_if_late(self, *_: object) -> None:
         """Cancels the current pass if its gradient would not be used, and it can be repeated."""
 
+    def drop_residuals(self) -> None:
+        """Forgets what a codec has not sent."""
+        for bucket in self._buckets:
+            if bucket.residual is not None:
+                bucket.residual.zero_()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and residuals, and the kept replica."""
         residuals = [bucket.residual for bucket in self._buckets if bucket.residual is not None]

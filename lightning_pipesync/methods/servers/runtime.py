@@ -94,7 +94,7 @@ class ParameterServer(SyncMethod):
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
-        self._loaded = False
+        self._loaded = self._weights_loaded = False
         self._hooks = hook_loading(self._after_loading, self._module.modules(), self.optimizers)
         self._hooks += self._learner.hook(self._module, parameters, lambda: self.syncing)
         self._serve()
@@ -268,17 +268,22 @@ class ParameterServer(SyncMethod):
             self._learner.restore_replica()
         self.flushed = False
 
-    def _after_loading(self, *_: object) -> None:
+    def _after_loading(self, loaded: nn.Module | Optimizer, *_: object) -> None:
         """Makes the next step start from the loaded weights and optimizer states."""
         self._loaded = True
+        self._weights_loaded |= isinstance(loaded, nn.Module)
 
     def _reload(self) -> None:
         """Makes the servers read loaded weights and states; a collective call.
 
-        Gradients that were pushed before have no effect then. If some ranks have loaded nothing, all raise an error.
+        Gradients that were pushed before have no effect then, nor has what a codec has not sent of them, if weights were
+        loaded. If some ranks have loaded nothing, all raise an error.
         """
         self._loaded = False
         self._learner.retire_to_reload()
+        if self._weights_loaded:
+            self._learner.drop_residuals()
+        self._weights_loaded = False
         if self._server is not None:
             self._server.reload(self._states.read_loaded)
         self._learner.retire()  # waits until all servers have read
@@ -330,6 +335,7 @@ class ParameterServer(SyncMethod):
         A collective call with ``policy="easgd"`` and ``"diloco"``.
         """
         self._learner.load_state_dict(state)
+        self._weights_loaded = False  # residuals are those of these weights
         versions = self._learner.versions
         version = versions[self.transport.rank] if self._server is not None else max(versions)
         self._router.newest = max(versions)
