@@ -29,11 +29,13 @@ def simulate(
     mixing_factor: float | str = 0.0,
     elastic_force: float = 0.0,
     group_size: int = 1,
+    goes_on_after: int | None = None,
 ) -> tuple[list[nn.Module], nn.Module]:
     """Returns the replicas, one for each group of ranks, and the global weights.
 
     `fragments` are the names of the parameters of each; the gradients of all ranks are averaged in the warm-up, those
-    of a group later, the weights of `participants` replicas in a round.
+    of a group later, the weights of `participants` replicas in a round. After the step `goes_on_after` the replicas go
+    on from their average.
     """
     replicas = [copy.deepcopy(model) for _ in range(world_size // group_size)]
     optimizers = [make_optimizer(replica) for replica in replicas]
@@ -45,6 +47,8 @@ def simulate(
     arriving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by step and fragment
     starts: dict[int, list[nn.Module]] = {}  # the replicas when the average of a fragment started
     for step in range(1 - warmup_steps, num_steps - warmup_steps + 1):
+        if step - 1 == goes_on_after:
+            go_on_from_average(replicas, starts)
         gradients = []  # by rank
         for rank in range(world_size):
             replica = replicas[rank // group_size]
@@ -77,6 +81,25 @@ def simulate(
             if step % period == 0:
                 average([list(replica.buffers()) for replica in replicas])
     return replicas, global_model
+
+
+@torch.no_grad()
+def go_on_from_average(replicas: Sequence[nn.Module], starts: dict[int, list[nn.Module]]) -> None:
+    """Averages the replicas; what that moves a replica by is no progress since an average has started."""
+    before = copy.deepcopy(replicas)
+    average_where_different(replicas)
+    for of_fragment in starts.values():
+        for start, replica, own in zip(of_fragment, replicas, before, strict=True):
+            for moved, to, of in zip(start.parameters(), replica.parameters(), own.parameters(), strict=True):
+                moved.add_(to - of)
+
+
+@torch.no_grad()
+def average_where_different(replicas: Sequence[nn.Module]) -> None:
+    """Averages the replicas, if they differ: the mean of equal values might be rounded."""
+    for tensors in ([list(r.parameters()) for r in replicas], [list(r.buffers()) for r in replicas]):
+        if not all(torch.equal(*pair) for one in tensors for pair in zip(tensors[0], one, strict=True)):
+            average(tensors)
 
 
 def chosen(participants: int | None, number: int, step: int, period: int) -> list[int]:

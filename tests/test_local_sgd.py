@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 from lightning_pipesync import LocalSGD
 from tests.harness import assert_raised, on_ranks, raised
 from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
-from tests.reference_local_sgd import simulate
+from tests.reference_local_sgd import average_where_different, simulate
 
 STEPS = 13
 FIRST, SECOND = ["0.weight", "0.bias"], ["1.weight", "1.bias", "3.weight", "3.bias"]  # of about the same size
@@ -96,6 +96,28 @@ def test_follows_the_papers(name: str, world_size: int) -> None:
         if "elastic_force" in reference:
             center = {key: p.detach() for key, p in global_model.named_parameters()}
             assert_same(outcome["consolidated"], center, rank)
+
+
+def go_on_without_resume(optimizer_name: str, settings: dict[str, Any], flush_after: int) -> dict[str, Tensor]:
+    run = Run(LocalSGD, optimizer_name, seeded_mlp(batch_norm=True), bucket_mb=1e-4, lr_scale=1.0, **settings)
+    run.steps(range(flush_after))
+    run.sync.flush()
+    run.steps(range(flush_after, STEPS))
+    return run.end()
+
+
+@pytest.mark.parametrize("flush_after", [4, 5, 6])  # at the start of averages, while they are under way, and between
+@pytest.mark.parametrize("name", [name for name in CASES if "EASGD" not in name])
+def test_goes_on_after_a_flush_that_is_not_undone(name: str, flush_after: int) -> None:
+    """Averages under way are applied, so that the outer step moves the weights, and once."""
+    optimizer, settings = CASES[name]
+    reference = for_reference(settings, 3, [FIRST, SECOND])
+    reference["goes_on_after"] = flush_after - reference.get("warmup_steps", 0)
+    model, make_optimizer = seeded_mlp(batch_norm=True), OPTIMIZERS[optimizer]
+    replicas, _ = simulate(model, make_optimizer, loss, world_size=3, num_steps=STEPS, **reference)
+    average_where_different(replicas)
+    for rank, weights in enumerate(on_ranks(go_on_without_resume, 3, optimizer, settings, flush_after)):
+        assert_same(weights, state(replicas[0]), rank)
 
 
 def drift_apart(evaluates: bool, neighbors: str = "all") -> tuple[str, str] | None:

@@ -77,7 +77,7 @@ class Shards:
         for wire in others:
             self.codec.decode_add(wire, total, self.dtype)
         if divisor > 1:
-            total.div_(divisor)
+            total.div_(total.new_full((), divisor))  # by a number, CUDA would multiply by its reciprocal
         if total is not flat:
             flat.copy_(total)
 

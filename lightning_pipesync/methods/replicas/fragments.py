@@ -131,6 +131,13 @@ class Fragments:
         for fragment in list(self._pending):
             self._arrive(fragment)
 
+    def move_starts(self) -> None:
+        """Moves the starts of the averages under way as the weights were by the values that are swapped in."""
+        for fragment, pending in self._pending.items():
+            for index, start in zip(self._fragments[fragment], pending.starts, strict=False):
+                self.replicas.move_as_swapped(index, start)
+                self.replicas.diverged = True  # once it is applied: ranks had different progress at the flush
+
     def changed_by(self, step: int) -> list[int]:
         """Returns the buckets that the end of a step may change: of averages that are due, and without overlap all."""
         changed = [

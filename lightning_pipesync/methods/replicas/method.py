@@ -191,10 +191,13 @@ class ReplicaMethod(SyncMethod):
             )
 
     def _go_on_from_average(self) -> None:
-        """Ends a flush that nobody has undone: the replicas continue from the consolidated weights."""
+        """Ends a flush that nobody has undone: the replicas continue from the consolidated weights.
+
+        Averages under way are applied when they are due, as after :meth:`resume`.
+        """
         if self.flushed:
-            if not self.config.undoes_averages:  # other replicas apply them
-                self._drop_averages()
+            for unit in self._units:
+                unit.move_starts()
             self._end_flush(keeps_average=True)
 
     def _end_step(self, index: int) -> None:

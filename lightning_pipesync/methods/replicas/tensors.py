@@ -209,6 +209,15 @@ class ReplicatedTensors:
         self.keep_average()
         self.diverged = True
 
+    @torch.no_grad()
+    def move_as_swapped(self, index: int, before: Tensor) -> None:
+        """Adds to ``before``, fused values of a bucket, what the swap has changed; they may be on the CPU."""
+        if not self._swapped_in:
+            return
+        swapped = zip(self._buckets[index].places, self._swapped_in[index], self._kept[index].views, strict=True)
+        for place, average, kept in swapped:
+            shaped(before[place], like=kept).add_((average - kept).to(before.device))
+
     def written_since_swap(self) -> bool:
         """Returns whether tensors were written to since :meth:`swap_in_average`; True if nothing is swapped in."""
         pairs = zip(self._swapped_in, self.tensors, strict=False)

@@ -133,6 +133,10 @@ class ReplicaUnit:
         """Waits for the averages under way."""
         self._fragments.settle()
 
+    def move_starts(self) -> None:
+        """Counts what a flush that is not undone has moved the weights by as no progress of this rank's."""
+        self._fragments.move_starts()
+
     def drop_averages(self) -> None:
         """Drops the averages under way."""
         self._drop_pass()
