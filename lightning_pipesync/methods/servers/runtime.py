@@ -276,8 +276,8 @@ class ParameterServer(SyncMethod):
     def _reload(self) -> None:
         """Makes the servers read loaded weights and states; a collective call.
 
-        Gradients that were pushed before have no effect then, nor has what a codec has not sent of them, if weights were
-        loaded. If some ranks have loaded nothing, all raise an error.
+        Gradients that were pushed before have no effect then; if weights were loaded, a codec's residuals neither. If
+        some ranks have loaded nothing, all raise an error.
         """
         self._loaded = False
         self._learner.retire_to_reload()
