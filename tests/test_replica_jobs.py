@@ -79,6 +79,39 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
         assert_same(of_jobs[0][1], of_ranks[0][1], name)
 
 
+def go_on_without_resume(rank: int) -> list[dict[str, Tensor]]:
+    """Flushes while an average is under way; returns the weights when it started, then, and once it has arrived.
+
+    The last ones are what the step moves the weights by in which it arrives.
+    """
+    model = seeded_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = LocalSGD(model, optimizer, period=PERIOD, overlap_steps=2, timeout_s=TIMEOUT_S)
+    sync.join()
+    found = []
+    for step in range(PERIOD + 2):
+        if step >= PERIOD:
+            found.append(state(model))
+        if step == PERIOD + 1:
+            sync.flush()
+        optimizer.zero_grad()
+        loss(model, step, rank).backward()
+        sync.step()
+    movement = {name: -0.1 * p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found += [state(model), movement]
+    sync.end()
+    sync.detach()
+    return found
+
+
+def test_a_replica_keeps_its_movement_after_a_flush_that_is_not_undone() -> None:
+    outcomes = launch_replicas(go_on_without_resume, 2)
+    for started, flushed, arrived, movement in outcomes:
+        for name, moved in movement.items():
+            average = (outcomes[0][0][name] + outcomes[1][0][name]) / 2
+            torch.testing.assert_close(arrived[name], average + (flushed[name] - started[name]) + moved)
+
+
 def resume(rank: int) -> tuple[Any, ...]:
     """Trains on from checkpoints that all have, within a round, and from one that a single replica has; of DiLoCo."""
     saved: dict[str, Any] = {}
