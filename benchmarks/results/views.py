@@ -55,14 +55,19 @@ def reachable(result: dict[str, Any]) -> dict[str, Any]:
 
 def _of_trainings(result: dict[str, Any], is_own: bool) -> str:
     settings = result["settings"]
-    steps = max(point["steps"] for run in result["runs"] for point in run["points"])
     network = f", {result['rate']}" if result["rate"] else ""
     sign = "at least" if result["higher_is_better"] else "at most"
     which = "the target is" if is_own else "the target is what the baseline reaches with all seeds,"
     target = f"{which} a {result['metric']} of {sign} {result['target']:g}"
     skew = f", {labels} labels on each" if (labels := settings.get("labels_per_worker")) else ""
     title = f"{settings['task']}, {result['world_size']} workers{skew}{network}"
-    return f"**{title}**: {steps:.0f} steps; {target}.\n"
+    return f"**{title}**: {steps_of(result):.0f} steps; {target}.\n"
+
+
+def steps_of(result: dict[str, Any]) -> float:
+    """Returns the number of steps of the longest training."""
+    steps: float = max(point["steps"] for run in result["runs"] for point in run["points"])
+    return steps
 
 
 def training_table(name: str, jobs: Sequence[str], columns: Sequence[str], names: Names | None = None) -> Table:

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.results.exhibit import Exhibit, Picture, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.papers.local_sgd import NAMES as OF_LOCAL_SGD
-from benchmarks.results.views import named, reported, training_row
+from benchmarks.results.views import named, reported, steps_of, training_row
 from lightning_pipesync.lab.bench.converge_report import COLUMNS, Row, by_method, rows_of, step_seconds
 from lightning_pipesync.lab.bench.pictures import MARKERS, looks_of, picture
 from lightning_pipesync.lab.bench.tables import table
@@ -119,8 +119,7 @@ def _quality(records: Sequence[Record]) -> str:
 
 def _title(result: dict[str, Any]) -> str:
     """Returns which trainings these are."""
-    steps = max(point["steps"] for run in result["runs"] for point in run["points"])
-    return f"{result['settings']['task']}, {result['world_size']} hosts, {steps:.0f} steps"
+    return f"{result['settings']['task']}, {result['world_size']} hosts, {steps_of(result):.0f} steps"
 
 
 def _mib_sent(result: dict[str, Any]) -> dict[str, float]:

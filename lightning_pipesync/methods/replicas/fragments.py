@@ -136,7 +136,7 @@ class Fragments:
         for fragment, pending in self._pending.items():
             for index, start in zip(self._fragments[fragment], pending.starts, strict=False):
                 self.replicas.move_as_swapped(index, start)
-                self.replicas.diverged = True  # once it is applied: ranks had different progress at the flush
+            self.replicas.diverged |= bool(pending.starts)  # once it is applied: ranks differ by their progress
 
     def changed_by(self, step: int) -> list[int]:
         """Returns the buckets that the end of a step may change: of averages that are due, and without overlap all."""
