@@ -53,6 +53,13 @@ def outcomes(result: Mapping[str, Any]) -> dict[str, Outcome]:
     }
 
 
+def over_ddp(result: Mapping[str, Any], method: str) -> float:
+    """Returns how many times as fast as DDP a method is, both at the best of the settings that could be run."""
+    of_plan = outcomes(result).values()
+    ours, ddp = (min(one.measured for one in of_plan if one.method == name) for name in (method, "ddp"))
+    return ddp / ours
+
+
 def extrapolated(results: Sequence[Mapping[str, Any]]) -> list[Outcome]:
     """Returns what the costs that were measured on the fewest hosts predict for more hosts with links of that rate."""
     fewest = min((result["world_size"] for result in results), default=0)

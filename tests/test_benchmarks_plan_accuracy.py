@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.plan_accuracy import Accuracy
-from benchmarks.plan_accuracy_report import as_markdown, draw, extrapolated, outcomes, read
+from benchmarks.plan_accuracy_report import as_markdown, draw, extrapolated, outcomes, over_ddp, read
 from lightning_pipesync.lab.plan.predictions import considered
 from tests.bench_runs import run_command
 from tests.test_plan import WORK, cluster
@@ -44,6 +44,11 @@ def test_errors_are_of_the_medians() -> None:
     failed = result()
     failed["measured"]["pipe_sgd"] = {"error": "ValueError: no"}
     assert "pipe_sgd" not in outcomes(failed)
+
+
+def test_a_method_and_ddp_are_compared_at_their_best() -> None:
+    assert over_ddp(result(), "dear") == pytest.approx(0.2 / 0.15)
+    assert over_ddp(result(), "ddp") == 1
 
 
 def test_the_tables() -> None:

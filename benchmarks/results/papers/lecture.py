@@ -151,7 +151,7 @@ def _mean_staleness(records: Sequence[Record]) -> Finding:
 
 
 def _large(records: Sequence[Record]) -> Finding:
-    """Linear scaling with warm-up keeps the accuracy of small mini-batches up to some size; without, it is lost."""
+    """How much of the accuracy of the smallest mini-batch linear scaling with warm-up gives back, at each size."""
     parts, gains = [], []
     for record in records:
         [result] = record.results
@@ -161,13 +161,13 @@ def _large(records: Sequence[Record]) -> Finding:
             )
             for size, rule in dict.fromkeys((run["batch_size"], run["rule"]) for run in result["runs"])
         }
-        first, *_, largest = result["settings"]["batch_sizes"]
-        base = accuracy[first, "unchanged"]
-        lost = {rule: base - accuracy[largest, rule] for rule in large_batches.RULES}
-        gains.append(lost["unchanged"] - lost["linear scaling, warm-up"])
-        shown = ", ".join(f"{rule} {value:.1f}" for rule, value in lost.items())
-        parts.append(f"{result['settings']['task']}, points lost from batches of {first} to {largest}: {shown}")
-    return Finding("; ".join(parts), [gain > 0 for gain in gains])
+        _, *sizes = result["settings"]["batch_sizes"]
+        won = {size: accuracy[size, "linear scaling, warm-up"] - accuracy[size, "unchanged"] for size in sizes}
+        gains.extend(won.values())
+        shown = ", ".join(f"{size}: {points:+.1f}" for size, points in won.items())
+        parts.append(f"{result['settings']['task']} {shown}")
+    text = f"points that scaling with warm-up wins over an unchanged rate, by batch size: {'; '.join(parts)}"
+    return Finding(text, [gain > 0 for gain in gains])
 
 
 def _not_overlapped(records: Sequence[Record]) -> Finding:

@@ -122,7 +122,7 @@ _COLUMNS = ("LSSR", "best", "better by", "final", "spread", "MiB", "seconds", "s
 
 
 def _as_good(records: Sequence[Record]) -> Finding:
-    """Table I: at the better of the two thresholds."""
+    """Table I: at the better of the two thresholds, in the end; as good if the 95% interval has 0, or more."""
     parts, is_level = [], []
     for record in records:
         for result in record.results:
@@ -131,7 +131,7 @@ def _as_good(records: Sequence[Record]) -> Finding:
             is_level.append(best.difference + (best.difference_interval or 0) >= 0)
             faster = f", {best.speedup:.1f} times as fast" if best.speedup else ""
             parts.append(f"{result['settings']['task']}, {result['world_size']}: {best.difference:+.2f}{faster}")
-    return Finding("; ".join(parts), is_level)
+    return Finding(f"with the better δ on the test set: {'; '.join(parts)}", is_level)
 
 
 def _partition(records: Sequence[Record]) -> Finding:
@@ -161,9 +161,10 @@ def _aggregation(records: Sequence[Record]) -> Finding:
 def _injection(records: Sequence[Record]) -> Finding:
     [record] = records
     rows = [training_row(record, method) for method in _INJECTED]
-    text = f"without injection {rows[0].final:.1f}%; with it {', '.join(f'{row.final:.1f}' for row in rows[1:])}%"
-    better = fmean(row.final for row in rows[1:]) > rows[0].final
-    ordered = rows[1].final <= rows[2].final <= rows[3].final
+    none, *injected = (row.final for row in rows)
+    text = f"{', '.join(f'{final:.1f}' for final in injected[::-1])}%, in this order; without injection {none:.1f}%"
+    better = fmean(injected) > none
+    ordered = injected == sorted(injected)
     return Finding(text, [better, ordered])
 
 
