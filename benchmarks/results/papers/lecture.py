@@ -152,7 +152,7 @@ def _mean_staleness(records: Sequence[Record]) -> Finding:
 
 def _large(records: Sequence[Record]) -> Finding:
     """How much of the accuracy of the smallest mini-batch linear scaling with warm-up gives back, at each size."""
-    parts, gains = [], []
+    parts, gains = [], list[float]()
     for record in records:
         [result] = record.results
         accuracy = {
@@ -163,7 +163,7 @@ def _large(records: Sequence[Record]) -> Finding:
         }
         _, *sizes = result["settings"]["batch_sizes"]
         won = {size: accuracy[size, "linear scaling, warm-up"] - accuracy[size, "unchanged"] for size in sizes}
-        gains.extend(won.values())
+        gains += won.values()
         shown = ", ".join(f"{size}: {points:+.1f}" for size, points in won.items())
         parts.append(f"{result['settings']['task']} {shown}")
     text = f"points that scaling with warm-up wins over an unchanged rate, by batch size: {'; '.join(parts)}"
