@@ -56,13 +56,17 @@ def simulate(
 
 
 def quantized_top_k(values: Tensor, k: int) -> Tensor:
-    """Q(TopK(values)): of each chunk the k largest magnitudes; the mean of those above their mean, or of the others."""
+    """Q(TopK(values)): of each chunk the k largest magnitudes; the mean of those above their mean, or of the others.
+
+    If some of them are zero, they stay so, and the mean is that of all others.
+    """
     sent = []
     for chunk in values.split(CHUNK):
         whole = nn.functional.pad(chunk, (0, CHUNK - chunk.numel()))
         kept = whole.abs().topk(k).indices
         magnitudes = whole[kept].abs().double()
-        is_high = magnitudes >= magnitudes.mean()
+        has_zeros = (magnitudes > 0).sum() < min(k, chunk.numel())
+        is_high = magnitudes > 0 if has_zeros else magnitudes >= magnitudes.mean()
         levels = torch.zeros(k)
         for level in (is_high, ~is_high):
             if level.any():

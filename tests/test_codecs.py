@@ -224,6 +224,17 @@ def test_zeros_stay_zeros(name: str, dtype: torch.dtype) -> None:
 
 
 @every_codec
+@pytest.mark.parametrize("moved", [1, 20, 63, 64, 65, 3000])
+def test_values_that_have_not_moved_stay(name: str, moved: int) -> None:
+    """But for int2, which has no level for them."""
+    source = torch.zeros(6000)
+    source[:moved] = random(moved)
+    decoded = round_trip(get_codec(name), source)
+    has_stayed = not decoded[moved:].any()
+    assert has_stayed or (name == "int2" and moved % 256)
+
+
+@every_codec
 @pytest.mark.parametrize("largest", [1e-45, 3e-43, 1e-40, TINY, 1e-36])
 def test_subnormals_are_numbers(name: str, largest: float) -> None:
     source = random(2500)

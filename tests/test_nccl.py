@@ -194,7 +194,7 @@ LAUNCHES = {
     ("int8", torch.float32): (6, 41),
     ("int4", torch.float32): (6, 67),
     ("topk", torch.float32): (11, 65),
-    ("chunked_topk", torch.float32): (6, 175),
+    ("chunked_topk", torch.float32): (6, 183),
 }
 
 

@@ -207,6 +207,10 @@ def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], facto
         ({"delay_compensation": "half"}, "delay_compensation must be"),
         ({"partition": "seldp"}, "partition must be"),
         ({"timeout_s": 0}, "timeout_s must be"),
+        (
+            {"policy": "diloco", "compression": "chunked_topk"},
+            "outer_momentum=0.9 is another momentum beside the residuals of compression='chunked_topk': set outer_mom",
+        ),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, object], words: str) -> None:

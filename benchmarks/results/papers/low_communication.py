@@ -81,12 +81,14 @@ JOBS = (
     ),
     Job(
         "low_communication_time",
-        f"{_CONVERGE} 4 --task topics --rate 50mbit --steps 120 --evaluations 2 --methods alone {' '.join(_EACH_STEP)}",
-        5,
+        f"{_CONVERGE} 4 --task topics --rate 50mbit --steps 120 --evaluations 2 --seeds 0 1 2 "
+        f"--methods alone {' '.join(_EACH_STEP)}",
+        12,
     ),
     Job(
         "low_communication_wan",
-        f"{_CONVERGE} 4 --task topics {_WAN} --steps 204 --evaluations 2 --methods alone {' '.join(_FAR)}",
+        f"{_CONVERGE} 4 --task topics {_WAN} --compute 200ms --steps 204 --evaluations 2 "
+        f"--methods alone {' '.join(_FAR)}",
         12,
     ),
     Job(

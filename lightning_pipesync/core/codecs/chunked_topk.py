@@ -23,9 +23,9 @@ class ChunkedTopK(Codec):
 
     Wire: for each chunk two levels in fp32; then the k indices in its 4096 values, of 12 bits; then the k values, each
     a sign and which of the levels. The levels are the mean magnitudes of the kept values that are at least as large as
-    their mean, and of the smaller ones. That is 120 bytes for 4096 values, 1/136 of fp32, with k = 64; a last short
-    chunk takes as many. Use it with error feedback. A NaN or an infinity makes one of the levels of its chunk such a
-    value.
+    their mean, and of the smaller ones; if there are zeros among them, that of all others, and zero. That is 120 bytes
+    for 4096 values, 1/136 of fp32, with k = 64; a last short chunk takes as many. Use it with error feedback. A NaN or
+    an infinity makes one of the levels of its chunk such a value.
 
     An all-reduce gathers what each rank has encoded (:attr:`Codec.gathered`): with P ranks, each sends its wire to
     P - 1 others.
@@ -53,7 +53,9 @@ class ChunkedTopK(Codec):
             kept = values.abs().topk(self.k, sorted=False).indices
             values = values.gather(-1, kept)
             magnitudes = values.abs().to(torch.float64)  # the sum of two numbers may be beyond the range of fp32
-            high = magnitudes >= magnitudes.mean(-1, keepdim=True)
+            moved = magnitudes > 0
+            has_zeros = moved.sum(-1, keepdim=True) < self._num_kept(block, source)
+            high = torch.where(has_zeros, moved, magnitudes >= magnitudes.mean(-1, keepdim=True))
             levels[..., block, 0] = torch.where(high, 0.0, magnitudes).sum(-1) / (~high).sum(-1).clamp(min=1)
             levels[..., block, 1] = torch.where(high, magnitudes, 0.0).sum(-1) / high.sum(-1).clamp(min=1)
             even, odd = kept[..., 0::2], kept[..., 1::2]
@@ -77,6 +79,15 @@ class ChunkedTopK(Codec):
             if block.stop * self.CHUNK > accumulator.shape[-1]:  # they are a padded copy
                 left = accumulator[..., block.start * self.CHUNK :]
                 left.copy_(values.flatten(-2)[..., : left.shape[-1]])
+
+    def _num_kept(self, block: slice, source: Tensor) -> int | Tensor:
+        """Returns how many values of each chunk of a block are kept, less those with which a short chunk is padded."""
+        last = source.shape[-1] - self.CHUNK * (block.stop - 1)
+        if last >= self.k:
+            return self.k
+        num_kept = torch.full((block.stop - block.start, 1), self.k, device=source.device)
+        num_kept[-1] = last
+        return num_kept
 
     def _num_chunks(self, numel: int) -> int:
         return -(-numel // self.CHUNK)

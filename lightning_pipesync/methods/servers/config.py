@@ -224,6 +224,11 @@ class ParameterServerConfig(Settings):
         ):
             if is_refused:
                 raise ValueError(f"{name}={getattr(self, name)!r} {why}: set {name}='none'.")
+        if self.policy == "diloco" and codec.gathered and self.outer_momentum:
+            raise ValueError(
+                f"outer_momentum={self.outer_momentum!r} is another momentum beside the residuals of "
+                f"compression={str(self.compression)!r}: set outer_momentum=0.0, or compression='int4'."
+            )
 
     def for_framework(self) -> ParameterServerConfig:
         for name, is_refused, why, instead in (
