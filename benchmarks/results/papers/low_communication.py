@@ -94,7 +94,7 @@ JOBS = (
     Job(
         "low_communication_replicas",
         f"pipesync netlab --hosts 2 {_WAN} -- python -m benchmarks.replicas --period 40 --periods 3 --overlap_steps 8",
-        10,
+        25,
     ),
 )
 
