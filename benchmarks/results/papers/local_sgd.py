@@ -17,14 +17,15 @@ LOCAL_SGD = f"local_sgd:period=16,{_OUTER}=0.3,{_STREAMED}"
 #: The methods that are compared, as the tables have them.
 NAMES = {
     "ddp": "DDP",
-    "dear": "DeAR",
+    "dear": "DeAR, searching",
+    "dear:fusion=buffer,bucket_mb=0.5": "DeAR, 0.5 MiB",
     "pipe_sgd": "Pipe-SGD",
     "selsync:lssr=0.75,outer_momentum=0.3": "SelSync, lssr=0.75, outer_momentum=0.3",
     f"local_sgd:period=16,{_OUTER}=0.3": "local SGD, period=16, Nesterov 0.3",
     LOCAL_SGD: "local SGD, period=16, Nesterov 0.3, int4, 4 fragments, overlap_steps=2",
     f"local_sgd:period=40,{_OUTER}=0.5,compression=int4": "local SGD, period=40, Nesterov 0.5, int4",
 }
-_TRAINED = [name for name in NAMES if name != "dear"]  # which trains as DDP does
+_TRAINED = [name for name in NAMES if not name.startswith("dear")]  # which trains as DDP does
 _TOPICS = "pipesync bench converge --hosts 4 --task topics"
 _RATES = (50, 200)
 
