@@ -41,10 +41,12 @@ def sensitivity(deviation: float, eigenvalues: list[float], changes: list[float]
     return [{"runs": [{"task": "digits", "points": points, "densities": densities}]}]
 
 
-def weights(gradients: float) -> list[dict[str, Any]]:
+def weights(gradients: float, *wide: float) -> list[dict[str, Any]]:
+    """Of averaged gradients, how far from BSP; and how wide half way, and at the end."""
+    of_methods = {"ddp": (0.0, (2.0, 2.0)), PA: (1.0, (2.0, 2.0)), GA: (gradients, wide)}
     runs = [
-        {"method": method, "points": [{"distance": distance}] * 2}
-        for method, distance in (("ddp", 0.0), (PA, 1.0), (GA, gradients))
+        {"method": method, "points": [{"distance": distance, "deviation": one} for one in deviations]}
+        for method, (distance, deviations) in of_methods.items()
     ]
     return [{"settings": {"methods": ["ddp", PA, GA]}, "runs": runs}]
 
@@ -65,8 +67,19 @@ FALLING, RISING = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]
         ("Fig. 4", sensitivity(0.5, FALLING, FALLING), "no", "digits: -1.00"),
         ("Fig. 5", sensitivity(0.5, RISING, FALLING), "yes", "digits: 1.00"),
         ("Fig. 5", sensitivity(0.5, RISING, RISING), "no", "digits: -1.00"),
-        ("Fig. 11", weights(3.0), "yes", "at the end, 3.0 times as far from BSP with gradients"),
-        ("Fig. 11", weights(0.5), "no", "0.5 times"),
+        (
+            "Fig. 11",
+            weights(3.0, 3.0, 1.0),
+            "yes",
+            "at the end, with gradients 3.0 times as far from BSP, and 0.50 times",
+        ),
+        (
+            "Fig. 11",
+            weights(3.0, 3.0, 3.0),
+            "in part",
+            "at the end, with gradients 3.0 times as far from BSP, and 1.50",
+        ),
+        ("Fig. 11", weights(0.5, 1.0, 3.0), "no", "0.5 times"),
     ],
 )
 def test_whether_a_claim_holds(figure: str, results: list[dict[str, Any]], holds: str, text: str) -> None:

@@ -197,7 +197,7 @@ _LECTURE = Claims(
         ),
         Claim(
             "large mini-batches",
-            "linear scaling and warm-up keep the accuracy of batches of 256 up to 8,192; without, it is lost",
+            "linear scaling and warm-up keep the accuracy of batches of 256 up to 8,192",
             _LARGE_BATCHES,
             _large,
         ),
