@@ -91,6 +91,10 @@ TRAININGS: dict[str, list[Training]] = {
         Training("local_sgd", {"period": 2, "elastic_force": 0.3}),
         Training("local_sgd", {"neighbors": "ring", "period": 1, "overlap_steps": 1, **SMALL}),
         Training("local_sgd", {"neighbors": "random_pairs", "period": 2}),
+        *(
+            Training("local_sgd", {"period": 3, "overlap_steps": 2, **outer}, snapshots=True)
+            for outer in ({}, {"outer_optimizer": "nesterov"}, {"outer_optimizer": "nesterov", "compression": "int8"})
+        ),
     ],
     "parameter_server": [
         Training("parameter_server", {"policy": "sync"}, "AdamW", clips=True, side_stream=True),

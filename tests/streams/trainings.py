@@ -36,6 +36,8 @@ class Training:
         dtype: that of the parameters.
         steps: of which the weights are consolidated in the middle.
         fails_in: the pass, ``"forward"`` or ``"backward"``, in which the last step raises an error on all ranks.
+        snapshots: whether each step ends with a snapshot, as with replicas that can undo it. The model has no buffers
+            then, for whose average the training would wait before.
     """
 
     method: str
@@ -48,6 +50,7 @@ class Training:
     dtype: torch.dtype = torch.float32
     steps: int = STEPS
     fails_in: str | None = None
+    snapshots: bool = False
 
 
 class Fault(Exception):
@@ -86,8 +89,10 @@ class OnStream(nn.Module):
         OnStream.computed = self.stream.record_event()
 
 
-def network(stream_per_layer: bool = False) -> nn.Sequential:
-    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())]
+def network(stream_per_layer: bool = False, buffers: bool = True) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(WIDTH, WIDTH), *([nn.BatchNorm1d(WIDTH)] if buffers else []), nn.Tanh()]
     return nn.Sequential(*(OnStream(layer) if stream_per_layer else layer for layer in layers)).to(streams.own_device())
 
 
@@ -99,7 +104,7 @@ def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
 def train(training: Training) -> None:
     torch.manual_seed(0)
     device = streams.own_device()
-    model = network(training.stream_per_layer).to(training.dtype)
+    model = network(training.stream_per_layer, buffers=not training.snapshots).to(training.dtype)
     sync = METHODS[training.method].plain(model, optimizer_of(training, model), **training.settings)
     stream = streams.current_stream(device)
     if training.side_stream:
@@ -130,7 +135,7 @@ def take_steps(training: Training, sync: Any, model: nn.Sequential, stream: stre
             model[len(model) // 2].register_forward_hook(fail)
         loss = model(x).square().mean()
         if step == training.steps - 1 and training.fails_in == "backward":
-            model[0].weight.register_hook(fail)
+            next(model.parameters()).register_hook(fail)
         loss.backward()
         if training.stream_per_layer:  # as autograd does at the end of a backward pass
             for layer in model:
@@ -139,6 +144,8 @@ def take_steps(training: Training, sync: Any, model: nn.Sequential, stream: stre
         if training.clips:
             sync.clip(1.0)
         sync.step()
+        if training.snapshots:
+            sync.snapshot()
         if training.flushes and step == training.steps // 2:
             sync.flush()
             with torch.no_grad():

@@ -59,7 +59,10 @@ class OuterStep:
 
 @dataclass(frozen=True)
 class _Before:
-    """A rank's shard of a bucket's global values, where it begins, and its outer state, before an outer step."""
+    """A rank's shard of a bucket's global values, where it begins, and its outer state, before an outer step.
+
+    Copied when the average starts, on the thread and stream of the training: on a GPU the outer step runs on another.
+    """
 
     offset: int
     shard: Tensor
@@ -94,7 +97,7 @@ class GlobalWeights:
         sums = replicas.encodes_sums(codec)
         self._feedback = [replicas.feedback(flat, gathered=sums) for flat in buckets] if error_feedback else []
         self._residual_decay = residual_decay
-        self._stepped: dict[int, _Before] = {}  # of averages under way
+        self._before: dict[int, _Before] = {}  # of averages under way
         own = self.flats if codec.gathered else [replicas.shard(flat) for flat in self.flats]
         self._outer = OuterStep(own, outer) if outer else None
 
@@ -121,15 +124,23 @@ class GlobalWeights:
         return self._feedback[index]
 
     def shard_hook(self, index: int, count: int | None) -> Callable[[Tensor], object] | None:
-        """Returns what changes this rank's shard of a bucket's average, or of a sum that ``count`` divides."""
-        if self._codec.gathered:
+        """Returns what changes this rank's shard of a bucket's average, or of a sum that ``count`` divides.
+
+        Called when that average starts.
+        """
+        if self._codec.gathered or not (self._outer or count):
             return None
-        return partial(self._outer_step, index, count) if self._outer or count else None
+        before = None
+        if self._outer:
+            flat, own = self.flats[index], self._own(index)
+            offset, before = int(own.storage_offset() - flat.storage_offset()), own.clone()
+            self._before[index] = _Before(offset, before, map_tensors(Tensor.clone, self._outer.state_of(index)))
+        return partial(self._outer_step, index, count, before)
 
     @torch.no_grad()
     def update(self, index: int, flat: Tensor) -> None:
         """Sets them to the average in ``flat``; with a lossy codec that is a difference, and becomes the average."""
-        self._stepped.pop(index, None)
+        self._before.pop(index, None)
         if self.flats and self._codec.lossless:
             self.flats[index].copy_(flat)
         elif self.flats and self._outer and self._codec.gathered:
@@ -139,11 +150,11 @@ class GlobalWeights:
 
     def agreed(self, index: int) -> Tensor:
         """Returns a copy of a bucket's values that all ranks agree on: not what an average under way has changed."""
-        values = self.flats[index].clone()
-        if index in self._stepped:  # looked up after the copy: an outer step begins with it, on another thread
-            before = self._stepped[index]
-            values[before.offset :][: before.shard.numel()].copy_(before.shard)
-        return values
+        flat, before = self.flats[index], self._before.get(index)
+        if before is None:
+            return flat.clone()
+        end = before.offset + before.shard.numel()
+        return torch.cat([flat[: before.offset], before.shard, flat[end:]])
 
     def snapshot(self, buckets: Container[int] | None = None) -> dict[str, Any]:
         """Returns, on the CPU, the global values and the outer states that all ranks agree on.
@@ -169,6 +180,7 @@ class GlobalWeights:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.flats or "common" not in state:
             return
+        self._before.clear()
         for flat, values in zip(self.flats, state["common"], strict=True):
             flat.copy_(values)
         if self._outer:
@@ -178,16 +190,16 @@ class GlobalWeights:
                 feedback.load_state_dict(residuals)
 
     @torch.no_grad()
-    def _outer_step(self, index: int, count: int | None, shard: Tensor) -> None:
-        """Replaces this rank's shard of a sum by what all ranks gather: values, or with a lossy codec a difference."""
+    def _outer_step(self, index: int, count: int | None, before: Tensor | None, shard: Tensor) -> None:
+        """Replaces this rank's shard of a sum by what all ranks gather: values, or with a lossy codec a difference.
+
+        ``before`` has the global values of the shard, with an outer step.
+        """
         if count is not None:
             shard.div_(count)
-        if self._outer is None:
+        if self._outer is None or before is None:
             return
-        own = self._replicas.shard(self.flats[index])
-        before = own.clone()
-        offset = int(own.storage_offset() - self.flats[index].storage_offset())
-        self._stepped[index] = _Before(offset, before, map_tensors(Tensor.clone, self._outer.state_of(index)))
+        own = self._own(index)
         stepped = self._outer.step(index, shard.to(own.device))
         if self._codec.lossless:
             shard.copy_(stepped)
@@ -196,10 +208,12 @@ class GlobalWeights:
             own.copy_(before)
             shard.copy_(difference)  # last: the copy may make the host wait
 
+    def _own(self, index: int) -> Tensor:
+        """Returns this rank's shard of a bucket's global values."""
+        return self._replicas.shard(self.flats[index])
+
     def _agreed_state(self, index: int) -> Any:
         """Returns a copy on the CPU of the outer state of this rank's shard of a bucket."""
         assert self._outer is not None
-        state = map_tensors(lambda tensor: tensor.to("cpu", copy=True), self._outer.state_of(index))
-        if index in self._stepped:
-            state = map_tensors(lambda tensor: tensor.to("cpu", copy=True), self._stepped[index].outer_state)
-        return state
+        state = self._before[index].outer_state if index in self._before else self._outer.state_of(index)
+        return map_tensors(lambda tensor: tensor.to("cpu", copy=True), state)
