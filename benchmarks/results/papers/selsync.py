@@ -118,6 +118,8 @@ JOBS = (
 )
 
 _TABLE1 = tuple(job.name for job in JOBS if "table1" in job.name)
+#: Table I with 4 workers.
+ON_4_HOSTS = tuple(name for name in _TABLE1 if name.endswith("_4"))
 _COLUMNS = ("LSSR", "best", "better by", "final", "spread", "MiB", "seconds", "speed-up", "reached")
 
 
