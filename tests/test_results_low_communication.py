@@ -45,7 +45,7 @@ def text_of(name: str, records: list[Record]) -> str:
 
 
 def test_quality_has_the_bytes_of_a_whole_training() -> None:
-    text = text_of("low_communication", [record("topics"), record("tiny_llama")])
+    text = text_of("low_communication_topics", [record("topics"), record("tiny_llama")])
     assert "**topics, 4 hosts, 20 steps**" in text
     assert "**tiny_llama, 4 hosts, 20 steps**" in text
     assert "| DDP | 4.05 ± 0.64 | +0.00 ± 0.00 | 4.05 ± 0.64 | 120.00 | 1 |" in text

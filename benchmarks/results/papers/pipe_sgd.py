@@ -179,10 +179,11 @@ def _level(records: Sequence[Record]) -> Finding:
 
 def _linear(records: Sequence[Record]) -> Finding:
     shares = [step_row(run, _INT8).of_limit for _, run in runs_of(records) if cost_of(run).ratio < 3]
+    beyond = [step_row(run, _INT8).of_limit for _, run in runs_of(records) if cost_of(run).ratio >= 3]
     over = [step_row(run, _INT8).over_ddp for _, run in runs_of(records)]
     reached = f"int8 reaches {span(shares, '.0%')} of max(computation, communication) up to a ratio of 2"
-    text = f"{reached}, {span(over)} times DDP"
-    return Finding(text, [share > 0.9 for share in shares])
+    text = f"{reached}, {span(beyond, '.0%')} at 4; {span(over)} times DDP"
+    return Finding(text, [share > 0.9 for share in [*shares, *beyond]])
 
 
 def _bounds(records: Sequence[Record]) -> Finding:
