@@ -125,9 +125,10 @@ def _long(records: Sequence[Record]) -> str:
     [result] = record.results
     ours, ddp = training_row(record, _68_STEPS), training_row(record, "ddp")
     sent = _mib_sent(result)
+    best, of_ddp = (COLUMNS["best"](row) for row in (ours, ddp))
     return (
-        f"In {steps_of(result):.0f} steps, with an average every 68 and 2 bits a value, it reaches a perplexity of "
-        f"{COLUMNS['best'](ours)}, DDP {COLUMNS['best'](ddp)}, with a {sent['ddp'] / sent[_68_STEPS]:.0f}th of DDP's bytes."
+        f"In {steps_of(result):.0f} steps, with an average every 68 and 2 bits a value, it reaches a perplexity of {best}, "
+        f"DDP {of_ddp}, with a {sent['ddp'] / sent[_68_STEPS]:.0f}th of DDP's bytes."
     )
 
 
