@@ -127,8 +127,8 @@ def _long(records: Sequence[Record]) -> str:
     sent = _mib_sent(result)
     best, of_ddp = (COLUMNS["best"](row) for row in (ours, ddp))
     return (
-        f"In {steps_of(result):.0f} steps, with an average every 68 and 2 bits a value, it reaches a perplexity of {best}, "
-        f"DDP {of_ddp}, with a {sent['ddp'] / sent[_68_STEPS]:.0f}th of DDP's bytes."
+        f"In {steps_of(result):.0f} steps, with an average every 68 and 2 bits a value, it reaches a perplexity of "
+        f"{best}, DDP {of_ddp}, with a {sent['ddp'] / sent[_68_STEPS]:.0f}th of DDP's bytes."
     )
 
 
