@@ -125,15 +125,16 @@ def _dependent(records: Sequence[Record]) -> Finding:
         for run in _one(records)["policies"]
         if run["method"].startswith("async:staleness_lr=") and run["learning_rate"] == rate
     ]
-    best = min(ruled, key=lambda run: run["errors"][-1])
-    synchronous = min(_policy(records, "sync", rate)["errors"])
+    synchronous = min(_policy(records, name, rate)["errors"][-1] for name in ("sync", "k_sync:k=10"))
+    errors = [run["errors"][-1] for run in ruled]
     text = (
-        f"{best['errors'][-1]:.1f}% test error with {best['method'].partition(':')[2]}, {fixed['errors'][-1]:.1f}% "
-        f"with a fixed rate; synchronous {synchronous:.1f}%"
+        f"at a rate of {rate:g} {span(errors, '.1f')}% test error with the three rules, {fixed['errors'][-1]:.1f}% with "
+        f"a fixed rate; synchronous, with or without a quorum, {synchronous:.1f}%"
     )
-    better = best["errors"][-1] < fixed["errors"][-1]
-    level = best["errors"][-1] <= synchronous + 1
-    return Finding(text, [better, level])
+    least = min(_one(records)["settings"]["learning_rates"])
+    at_least = _policy(records, "async", least)["errors"][-1]
+    text += f"; at {least:g} the fixed rate has {at_least:.1f}%"
+    return Finding(text, [max(errors) < fixed["errors"][-1], min(errors) <= synchronous + 1, min(errors) < at_least])
 
 
 def _mean_staleness(records: Sequence[Record]) -> Finding:

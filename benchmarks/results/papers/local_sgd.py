@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.results.exhibit import Exhibit, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import drawn_by, reported, training_row, training_table
-from lightning_pipesync.lab.bench.converge_report import rows_of
+from lightning_pipesync.lab.bench.converge_report import by_method, rows_of, step_seconds
 from lightning_pipesync.lab.bench.tables import number, table
 
 _OUTER = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum"
@@ -97,6 +97,8 @@ def _step_times(records: Sequence[Record]) -> str:
             row, ddp = training_row(record, name), training_row(record, "ddp")
             cells.append(f"{1e3 * row.step_seconds:.0f} ({ddp.step_seconds / row.step_seconds:.1f})")
         rows.append([NAMES[name], *cells])
+    alone = (step_seconds(by_method(record.results[0])["alone"]) for record in records)
+    rows.append(["no communication", *(f"{1e3 * seconds:.0f}" for seconds in alone)])
     return table(["", *(f"ms per step at {rate} Mbit/s (times DDP)" for rate in _RATES)], rows)
 
 
