@@ -128,8 +128,8 @@ def _dependent(records: Sequence[Record]) -> Finding:
     synchronous = min(_policy(records, name, rate)["errors"][-1] for name in ("sync", "k_sync:k=10"))
     errors = [run["errors"][-1] for run in ruled]
     text = (
-        f"at a rate of {rate:g} {span(errors, '.1f')}% test error with the three rules, {fixed['errors'][-1]:.1f}% with "
-        f"a fixed rate; synchronous, with or without a quorum, {synchronous:.1f}%"
+        f"at a rate of {rate:g} {span(errors, '.1f')}% test error with the three rules, "
+        f"{fixed['errors'][-1]:.1f}% with a fixed rate; synchronous, with or without a quorum, {synchronous:.1f}%"
     )
     least = min(_one(records)["settings"]["learning_rates"])
     at_least = _policy(records, "async", least)["errors"][-1]
