@@ -46,3 +46,19 @@ def test_large_batches_have_each_size() -> None:
     result = {"settings": {"task": "digits", "batch_sizes": [32, 64, 128]}, "runs": runs}
     found = finding("lecture_claims", "large mini-batches", result)
     assert (found.holds, "digits 64: +5.0, 128: -40.0" in found.text) == ("in part", True), found.text
+
+
+@pytest.mark.parametrize(
+    ("ruled", "small", "holds"),
+    [((2.0, 2.5), 3.0, "yes"), ((2.0, 2.5), 1.0, "in part"), ((9.0, 9.5), 1.0, "no")],
+)
+def test_rates_by_staleness_are_compared_with_a_smaller_fixed_rate(
+    ruled: tuple[float, float], small: float, holds: str
+) -> None:
+    at_large = {"sync": 5.0, "k_sync:k=10": 2.0, "async": 8.0}
+    at_large |= {f"async:staleness_lr={rule}": error for rule, error in zip(("mean", "gradient"), ruled, strict=True)}
+    policies = [{"method": name, "learning_rate": 0.3, "errors": [error]} for name, error in at_large.items()]
+    policies.append({"method": "async", "learning_rate": 0.1, "errors": [small]})
+    result = {"settings": {"learning_rates": [0.1, 0.3]}, "policies": policies}
+    found = finding("lecture_claims", "Fig. 9", result)
+    assert (found.holds, f"at 0.1 the fixed rate has {small:.1f}%" in found.text) == (holds, True), found.text

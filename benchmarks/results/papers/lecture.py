@@ -117,7 +117,10 @@ def _unstable(records: Sequence[Record]) -> Finding:
 
 
 def _dependent(records: Sequence[Record]) -> Finding:
-    """Fig. 9, at the larger of the rates: async with a rate that depends on the staleness, beside a fixed one."""
+    """Fig. 9, at the larger of the rates: async with a rate that depends on the staleness, beside a fixed one.
+
+    Whether it also beats the smaller one, which is fixed, decides, too.
+    """
     rate = max(_one(records)["settings"]["learning_rates"])
     fixed = _policy(records, "async", rate)
     ruled = [
@@ -127,13 +130,13 @@ def _dependent(records: Sequence[Record]) -> Finding:
     ]
     synchronous = min(_policy(records, name, rate)["errors"][-1] for name in ("sync", "k_sync:k=10"))
     errors = [run["errors"][-1] for run in ruled]
-    text = (
-        f"at a rate of {rate:g} {span(errors, '.1f')}% test error with the three rules, "
-        f"{fixed['errors'][-1]:.1f}% with a fixed rate; synchronous, with or without a quorum, {synchronous:.1f}%"
-    )
     least = min(_one(records)["settings"]["learning_rates"])
     at_least = _policy(records, "async", least)["errors"][-1]
-    text += f"; at {least:g} the fixed rate has {at_least:.1f}%"
+    text = (
+        f"at a rate of {rate:g} {span(errors, '.1f')}% test error with the three rules, "
+        f"{fixed['errors'][-1]:.1f}% with a fixed rate; synchronous, with or without a quorum, {synchronous:.1f}%; "
+        f"at {least:g} the fixed rate has {at_least:.1f}%"
+    )
     return Finding(text, [max(errors) < fixed["errors"][-1], min(errors) <= synchronous + 1, min(errors) < at_least])
 
 

@@ -68,20 +68,20 @@ def _change(records: Sequence[Record]) -> Finding:
     return Finding(f"rank correlation, {_shown(found)}", [value > 0.5 for value in found.values()])
 
 
+def _means(runs: Sequence[dict[str, Any]], number: int, value: str) -> dict[str, float]:
+    """Returns the mean of a value at a point of the trainings with each method."""
+    methods = dict.fromkeys(run["method"] for run in runs)
+    return {name: fmean(run["points"][number][value] for run in runs if run["method"] == name) for name in methods}
+
+
 def _weights(records: Sequence[Record]) -> Finding:
     """How far the distributions are from BSP's; and whether that of averaged gradients is wider, as in the paper."""
     parts, cases = [], []
     for result in records[0].results:
+        bsp, parameters, gradients = result["settings"]["methods"]
         for number, when in enumerate(("half way", "at the end")):
-
-            def mean(
-                value: str, method: str, runs: list[dict[str, Any]] = result["runs"], number: int = number
-            ) -> float:
-                return fmean(run["points"][number][value] for run in runs if run["method"] == method)
-
-            bsp, parameters, gradients = result["settings"]["methods"]
-            over = mean("distance", gradients) / mean("distance", parameters)
-            wider = mean("deviation", gradients) / mean("deviation", bsp)
+            distance, deviation = (_means(result["runs"], number, value) for value in ("distance", "deviation"))
+            over, wider = distance[gradients] / distance[parameters], deviation[gradients] / deviation[bsp]
             parts.append(f"{when}, with gradients {over:.1f} times as far from BSP, and {wider:.2f} times as wide")
             cases += [over > 1, (wider > 1) == (when == "half way")]
     return Finding("; ".join(parts), cases)

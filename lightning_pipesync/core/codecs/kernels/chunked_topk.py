@@ -12,6 +12,9 @@ from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards
 from lightning_pipesync.core.codecs.kernels.search import add_digit, count_digits, magnitudes_of, ranks_of_kept
 from lightning_pipesync.core.codecs.kernels.values import store_error, store_quotient, with_residual
 
+#: A positive number below all that fp32 has.
+LESS_THAN_ANY = tl.constexpr(1e-46)
+
 
 @triton.jit
 def encode_kernel(
@@ -40,8 +43,8 @@ def encode_kernel(
     exact = tl.abs(kept).to(tl.float64)  # the sum of two numbers may be beyond the range of fp32
     num_moved = tl.sum((exact > 0).to(tl.int32), axis=0)
     has_zeros = num_moved < tl.minimum(KEPT, size - chunk * CHUNK)
-    least = tl.where(has_zeros, 0.0, tl.sum(exact, axis=0) / KEPT)
-    is_high = (exact >= least) & ((exact > 0) | (has_zeros == 0))
+    least = tl.where(has_zeros, LESS_THAN_ANY, tl.sum(exact, axis=0) / KEPT)
+    is_high = exact >= least
     num_high = tl.sum(is_high.to(tl.int32), axis=0)
     low = tl.sum(tl.where(is_high, 0.0, exact), axis=0) / tl.maximum(KEPT - num_high, 1).to(tl.float64)
     high = tl.sum(tl.where(is_high, exact, 0.0), axis=0) / tl.maximum(num_high, 1).to(tl.float64)
@@ -59,8 +62,7 @@ def encode_kernel(
     fours = tl.sum(tl.reshape(codes << each % 4 * 2, [KEPT // 4, 4]), axis=1)
     tl.store(signs + shard * stride + chunk * (KEPT // 4) + tl.arange(0, KEPT // 4), fours.to(tl.uint8))
     if residual is not None:
-        magnitude = tl.abs(values).to(tl.float64)
-        decoded = tl.where((magnitude >= least) & ((magnitude > 0) | (has_zeros == 0)), high, low)
+        decoded = tl.where(tl.abs(values).to(tl.float64) >= least, high, low)
         decoded = tl.where(is_kept, tl.where(values < 0, -decoded, decoded), 0.0)
         store_error(residual, offsets, inside, total - decoded)
 
