@@ -56,13 +56,10 @@ _WAN = "--rate 20mbit --delay 40ms"
 _IN_A_ROW = 3
 
 JOBS = (
-    *(
-        Job(
-            f"low_communication_{task}",
-            f"{_CONVERGE} 4 --task {task} --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 --methods {_FRONT}",
-            minutes,
-        )
-        for task, minutes in (("topics", 68), ("tiny_llama", 80))
+    Job(
+        "low_communication_topics",
+        f"{_CONVERGE} 4 --task topics --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 --methods {_FRONT}",
+        68,
     ),
     Job(
         "low_communication_topics_muon",
@@ -72,12 +69,16 @@ JOBS = (
     ),
     *(
         Job(
-            f"low_communication_topics_{name}",
-            f"{_CONVERGE} {hosts} --task topics --epochs {epochs} --evaluations {evaluations} --seeds 0 1 2 "
-            f"--methods ddp {_40_STEPS} {_68_STEPS}",
+            f"low_communication_{name}",
+            f"{_CONVERGE} {hosts} --task {task} --epochs {epochs} --evaluations 9 --seeds 0 1 2 "
+            f"--methods ddp {rounds}",
             minutes,
         )
-        for name, hosts, epochs, evaluations, minutes in (("long", 4, 18, 9, 40), ("8_hosts", 8, 6, 6, 30))
+        for name, hosts, task, epochs, rounds, minutes in (
+            ("topics_long", 4, "topics", 18, f"{_40_STEPS} {_68_STEPS}", 40),
+            ("topics_8_hosts", 8, "topics", 36, _68_STEPS, 50),
+            ("tiny_llama", 4, "tiny_llama", 18, f"{_40_STEPS} {_68_STEPS}", 40),
+        )
     ),
     Job(
         "low_communication_time",
