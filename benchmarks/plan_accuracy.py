@@ -114,7 +114,7 @@ class Accuracy(Command):
             **result,
             "measured": measured,
             "predicted": {
-                one.name: {"method": one.method, "seconds": one.seconds, "exact": one.exact, "shown": one.name in names}
+                one.name: {"method": one.title, "seconds": one.seconds, "exact": one.exact, "shown": one.name in names}
                 for one in all_
             },
             "recommended": (verdict_of(run, measured).exact or run[0]).name,

@@ -19,6 +19,7 @@ from lightning_pipesync.cli import main
 from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.method_candidate import MethodCandidate
@@ -27,7 +28,7 @@ from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.plan import trials
 from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result, read_plan
@@ -35,6 +36,9 @@ from lightning_pipesync.lab.plan.stand_ins import with_refusals
 from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns, to_prove
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
+from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
+from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
 from tests.case_table import launch_cases
@@ -137,6 +141,45 @@ def test_what_a_method_adds_delays_its_gradients() -> None:
     assert found["ddp"].seconds == pytest.approx(0.116, rel=0.01)
     assert found["pipe_sgd"].seconds == pytest.approx(0.115)
     assert found["local_sgd"].seconds == pytest.approx(0.1, rel=0.01)
+
+
+def test_low_rank_is_planned_with_what_its_factors_cost() -> None:
+    """16 matrices of 512 x 512, of which factors have a 128th of the values on average; and 8 ms of products."""
+    tensors = [replace(one, shape=(512, 512)) for one in PROFILE.tensors]
+    work = Work(replace(PROFILE, tensors=tensors), measured={"dear": MethodWork(low_rank_seconds=0.008)})
+    at = cluster(1e7)
+    found = {one.title: one for one in predict(work, at)}
+    low_rank, exact = found["dear (low_rank=4)"], found["dear"]
+    assert exact.exact
+    assert not low_rank.exact
+    assert low_rank.settings == {"fusion": "buffer", "bucket_mb": 1.0, "low_rank": 4}  # all but the last hide
+    DeARConfig(**low_rank.settings)
+    assert low_rank.seconds == pytest.approx(0.108 + at.halves.all_reduce(MIB / 128, 4))
+    slow = {one.title: one for one in predict(work, cluster(1e5))}["dear (low_rank=4)"]
+    assert slow.seconds == pytest.approx(16 * MIB / 128 * 1.5 / 1e5, rel=0.1)
+    assert fastest(work, at)["dear"] > 2.0
+    assert "dear (low_rank=4)" not in {one.title for one in predict(WORK, at)}
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (16, 4, 4, 4), (8, 8), (128,)])
+def test_bytes_of_factors_are_those_that_are_sent(shape: tuple[int, ...]) -> None:
+    tensor, generator = torch.zeros(shape), torch.Generator().manual_seed(0)
+    parameters, settings = [NamedParameter("weight", tensor, "", (0, 0))], DeARConfig(low_rank=4)
+    bucket = LowRankBucket(LowRankGradients(parameters, settings), [tensor], num_shards=1)
+    sent = 0
+    for _ in range(4):
+        gradient = torch.randn(shape, generator=generator)
+        sent += bucket.start(0, [gradient], [True]).nbytes
+        bucket.finish(0, [gradient])
+    assert bytes_sent(LayerTimes(0.0, 0.0, tensor.nbytes, shape), 4) == sent / 4
+
+
+def test_products_of_factors_are_measured_on_gradients_that_stay() -> None:
+    gradients = [torch.randn(64, 64), torch.randn(64), torch.randn(16, 4, 3, 3).double()]
+    before = [one.clone() for one in gradients]
+    assert measure_products(gradients, 4) > 0
+    assert all(map(torch.equal, gradients, before))
+    assert measure_products(gradients, 64) == 0
 
 
 def measured_layers() -> list[Any]:

@@ -22,6 +22,7 @@ class LayerTimes:
     ready: float  # seconds since backward began
     needed: float  # seconds of computation since forward began
     num_bytes: int
+    shape: Sequence[int] = ()  # of this rank's part of the tensor; empty if unknown
 
 
 class LayerLimits:

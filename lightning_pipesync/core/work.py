@@ -36,6 +36,7 @@ class MethodWork:
 
     seconds: float = 0.0  # that it adds to a step, besides what it adds to that of a stand-in
     layers: Sequence[LayerWork] = ()  # among which a pipeline divides the model; empty if it cannot
+    low_rank_seconds: float = 0.0  # of products with low-rank factors of the gradients in a step; 0 if there are none
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Work:
         """Returns what ``dataclasses.asdict`` was made of."""
         profile = {**saved["profile"], "tensors": [LayerTimes(**tensor) for tensor in saved["profile"]["tensors"]]}
         measured = {
-            method: MethodWork(one["seconds"], [LayerWork(**layer) for layer in one["layers"]])
+            method: MethodWork(**{**one, "layers": [LayerWork(**layer) for layer in one["layers"]]})
             for method, one in saved["measured"].items()
         }
         return cls(**{**saved, "profile": Profile(**profile), "measured": measured})
@@ -78,9 +79,9 @@ class Work:
     def measured_by(self, method: str) -> MethodWork:
         return self.measured.get(method, MethodWork())
 
-    def profile_with(self, method: str) -> Profile:
-        """Returns the profile with what a method adds, evenly distributed over the gradients."""
-        added, number = self.added.get(method, 0.0), max(1, len(self.profile.tensors))
+    def profile_with(self, method: str, further: float = 0.0) -> Profile:
+        """Returns the profile with what a method adds, and ``further`` seconds, evenly over the gradients."""
+        added, number = self.added.get(method, 0.0) + further, max(1, len(self.profile.tensors))
         tensors = [
             replace(tensor, ready=tensor.ready + added * i / number) for i, tensor in enumerate(self.profile.tensors, 1)
         ]

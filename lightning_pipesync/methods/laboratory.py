@@ -30,12 +30,18 @@ class Prediction:
     error: float = 0.0  # half the difference that the standard errors of the measured costs make, in seconds
     exact: bool = True  # the training is that of DDP, bit for bit but for the order of sums
     why: str = ""  # what the time consists of, or what is known of its quality
+    variant: str = ""  # the settings that make it another training than the method's other predictions
 
     @property
     def name(self) -> str:
         """Method and settings, as ``pipesync bench`` takes them."""
         settings = ",".join(f"{name}={value}" for name, value in self.settings.items())
         return f"{self.method}:{settings}" if settings else self.method
+
+    @property
+    def title(self) -> str:
+        """The method, with its variant if there are several, in sentences and pictures."""
+        return f"{self.method} ({self.variant})" if self.variant else self.method
 
     @property
     def shown_settings(self) -> str:

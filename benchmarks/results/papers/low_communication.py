@@ -70,8 +70,7 @@ JOBS = (
     *(
         Job(
             f"low_communication_{name}",
-            f"{_CONVERGE} {hosts} --task {task} --epochs {epochs} --evaluations 9 --seeds 0 1 2 "
-            f"--methods ddp {rounds}",
+            f"{_CONVERGE} {hosts} --task {task} --epochs {epochs} --evaluations 9 --seeds 0 1 2 --methods ddp {rounds}",
             minutes,
         )
         for name, hosts, task, epochs, rounds, minutes in (

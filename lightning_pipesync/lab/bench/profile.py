@@ -86,6 +86,7 @@ class StepRecorder:
                 ready=median(step[id(p)] for step in ready),
                 needed=median(step.get(id(p), 0.0) for step in needed),
                 num_bytes=local_of(p).numel() * p.element_size(),
+                shape=tuple(local_of(p).shape),
             )
             for p in self._parameters
             if all(id(p) in step for step in ready)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, picture
+from lightning_pipesync.lab.bench.pictures import COLOURS, looks_of, picture
 from lightning_pipesync.lab.plan.predictions import BASELINES, baseline_of, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.text import rate, round_rate
 from lightning_pipesync.lab.plan.verdict import rounds_of
@@ -92,13 +92,11 @@ def _draw_gains(
     """Draws a curve for each method, with its band; ``changed`` returns the cluster with one of the ``places``."""
     clusters = [changed(cluster, place) for place in places]
     middle, *ends = [[_gains(work, one.with_errors(sign)) for one in clusters] for sign in (0, -1, 1)]
-    for method in middle[0]:
-        if method not in BASELINES:
-            # A model has too few layers for a pipeline of more hosts than that.
-            curve, low, high = ([gains.get(method, math.nan) for gains in each] for each in (middle, *ends))
-            look = look_of(method)
-            panel.plot(places, curve, label=f"{method}, predicted", **look, markersize=3, markevery=2)
-            panel.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    for title, look in looks_of(one for one in middle[0] if one not in BASELINES).items():
+        # A model has too few layers for a pipeline of more hosts than that.
+        curve, low, high = ([gains.get(title, math.nan) for gains in each] for each in (middle, *ends))
+        panel.plot(places, curve, label=f"{title}, predicted", **look, markersize=3, markevery=2)
+        panel.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
 
 
 def _mark_measured(panel: Any, places: Sequence[float], measured: float | None) -> None:
@@ -114,20 +112,20 @@ def _mark_measured(panel: Any, places: Sequence[float], measured: float | None) 
 def _draw_measured(
     panel: Any, here: float, predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Draws a marker for each method that was run, at its fastest, if DDP was, too."""
+    """Draws a marker for each method that was run, at its fastest, if the baseline was, too."""
     rounds = rounds_of(predictions, measured) if measured else {}
     seconds: dict[str, float] = {}
     for one in predictions:
         if one.name in rounds:
-            seconds[one.method] = min(median(rounds[one.name]), seconds.get(one.method, math.inf))
+            seconds[one.title] = min(median(rounds[one.name]), seconds.get(one.title, math.inf))
     for baseline in seconds.keys() & set(BASELINES):
-        for method in [one for one in seconds if one != baseline]:
-            gain = seconds[baseline] / seconds[method]
-            panel.plot(here, gain, label=f"{method}, measured", **look_of(method), linestyle="", markersize=9, zorder=3)
+        for title, look in looks_of(one for one in seconds if one != baseline).items():
+            look |= {"linestyle": "", "markersize": 9, "zorder": 3}
+            panel.plot(here, seconds[baseline] / seconds[title], label=f"{title}, measured", **look)
 
 
 def _gains(work: Work, cluster: Cluster) -> Mapping[str, float]:
     """Returns how many times as fast as the baseline each method is at its fastest."""
     seconds = fastest(work, cluster)
     baseline = seconds[baseline_of(cluster)]
-    return {method: baseline / of_method for method, of_method in seconds.items()}
+    return {title: baseline / of_method for title, of_method in seconds.items()}

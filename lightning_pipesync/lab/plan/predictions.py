@@ -48,10 +48,10 @@ def predict(work: Work, cluster: Cluster) -> list[Prediction]:
 
 
 def fastest(work: Work, cluster: Cluster) -> dict[str, float]:
-    """Returns by method the seconds of a step, with the faster of the settings that are chosen."""
+    """Returns by title the seconds of a step, with the faster of the settings that are chosen."""
     seconds: dict[str, float] = {}
     for one in (_chosen(group, work) for group in _groups(work, cluster)):
-        seconds[one.method] = min(one.seconds, seconds.get(one.method, math.inf))
+        seconds[one.title] = min(one.seconds, seconds.get(one.title, math.inf))
     return seconds
 
 

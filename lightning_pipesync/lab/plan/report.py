@@ -203,7 +203,7 @@ def to_copy(verdict: Verdict, run: bool, ranks_per_replica: int = 1) -> Iterator
     """Yields lines of Python, and YAML, for what is advised; for a model in shards also of a plain loop."""
     for one, why in ((verdict.exact, ""), (verdict.other, ", if its quality suffices (docs/results.md)")):
         if one is not None:
-            yield paragraph(f"{'To use' if run else 'To try'} {one.method}{why}:")
+            yield paragraph(f"{'To use' if run else 'To try'} {one.title}{why}:")
             if ranks_per_replica > 1:
                 yield _between_replicas(one, ranks_per_replica)
             else:

@@ -64,7 +64,7 @@ def verdict_of(
 
     if exact is not ddp:
         advice = "Use" if measured else "Try"
-        sentences = [f"{advice} {exact.method}: {with_gain(exact)} ({how})."]
+        sentences = [f"{advice} {exact.title}: {with_gain(exact)} ({how})."]
     else:
         beside = [one for one in usable if not is_baseline(one) and (other is None or one.exact)]
         waits = 1 - computation / times[ddp.name]
@@ -77,7 +77,7 @@ def verdict_of(
             else _beside(_fastest(beside, rounds), rounds, times[ddp.name], bool(measured)),
         ]
     if other is not None:
-        sentences.append(f"Not exact, and faster: {other.method}, {with_gain(other)}.")
+        sentences.append(f"Not exact, and faster: {other.title}, {with_gain(other)}.")
     return Verdict(sentences, exact, other)
 
 
@@ -117,4 +117,4 @@ def _beside(best: Prediction | None, rounds: Mapping[str, Sequence[float]], ddp:
     seconds, why = median(rounds[best.name]), ""
     if seconds < ddp:
         why = f": not {WORTH:.0%} less, or " + ("not in every round" if measured else "less than costs may be off by")
-    return f"The best beside it, {best.method}, takes {milliseconds(seconds)}{why}."
+    return f"The best beside it, {best.title}, takes {milliseconds(seconds)}{why}."

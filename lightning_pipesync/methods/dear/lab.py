@@ -9,21 +9,30 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.tree import piece_bytes
+from lightning_pipesync.core.cost import end_of_pipeline
+from lightning_pipesync.core.dtensors import is_sharded
+from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
-from lightning_pipesync.core.work import Profile, Work
+from lightning_pipesync.core.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import choose_early_gathers
+from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
 from lightning_pipesync.methods.laboratory import BenchCandidate, Drilled, LabEntry, Prediction, StandIn, waiting_share
 
 #: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was
 #: measured, as on busy processors, fewer are better.
 LARGER = 4
+
+#: The rank of the factors that are planned.
+LOW_RANK = 4
 
 
 class DeARCandidate(BenchCandidate):
@@ -65,12 +74,24 @@ class DeARLab(LabEntry):
         ]
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-        """Yields all bucket sizes, in each topology, and again those that are larger than the best."""
+        """Yields all bucket sizes, in each topology, and again those that are larger than the best; then low rank.
+
+        Of low-rank factors the largest buckets come first: they need the fewest messages.
+        """
         topologies, sizes = topologies_of(cluster), work.bucket_sizes()
         found = [self._predict(work, cluster, size, topology) for topology in topologies for size in sizes]
         yield found
         best = min(found, key=lambda prediction: prediction.seconds).settings["bucket_mb"]
         yield [prediction for prediction in found if prediction.settings["bucket_mb"] >= LARGER * best]
+        if work.measured_by(self.name).low_rank_seconds > 0:
+            yield [self._predict_low_rank(work, cluster, size) for size in reversed(sizes)]
+
+    def measure(self, module: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any] | None) -> MethodWork:
+        """Measures the products of low-rank factors, unless FSDP2 has divided the matrices."""
+        if is_sharded(module):
+            return MethodWork()
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        return MethodWork(low_rank_seconds=measure_products(gradients, LOW_RANK))
 
     def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn:
         return StandIn({"fusion": "buffer"}, waits=cluster.halves.all_reduce(num_bytes, cluster.world_size))
@@ -83,6 +104,19 @@ class DeARLab(LabEntry):
         settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": bucket_mb}
         settings |= {} if topology == "flat" else {"topology": topology}
         return Prediction(self.name, settings, seconds, why=waiting_share(work.seconds_with(self.name), seconds))
+
+    def _predict_low_rank(self, work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
+        """Returns the prediction for ACP-SGD: a whole all-reduce of each bucket's factors under the backward pass."""
+        profile = work.profile_with(self.name, work.measured_by(self.name).low_rank_seconds)
+        ready, durations = [], []
+        for members in _buckets(profile, bucket_mb):
+            ready.append(max(tensor.ready for tensor in members))
+            size = sum(bytes_sent(tensor, LOW_RANK) for tensor in members)
+            durations.append(cluster.halves.all_reduce(size, cluster.world_size))
+        seconds = profile.forward + max(profile.backward, end_of_pipeline(ready, durations)) + profile.update
+        settings = {"fusion": "buffer", "bucket_mb": bucket_mb, "low_rank": LOW_RANK}
+        why, variant = "averages low-rank factors of the gradients", f"low_rank={LOW_RANK}"
+        return Prediction(self.name, settings, seconds, exact=False, why=why, variant=variant)
 
 
 def topologies_of(cluster: Cluster) -> list[str]:
@@ -114,14 +148,19 @@ def step_seconds(
 
     ``profile`` is a step without communication. ``eager``: buckets are gathered early, as DeAR would plan it.
     """
-    # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
-    tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
-    parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
     half, buckets = partial(half_seconds, cluster, topology), []
-    for members in plan_buckets(parameters, Fusion(bucket_mb=bucket_mb)):
-        times = [profile.tensors[int(member.name)] for member in members]
-        size = sum(map(num_bytes, members))
-        ready, needed = max(time.ready for time in times), min(time.needed for time in times)
+    for members in _buckets(profile, bucket_mb):
+        size = sum(tensor.num_bytes for tensor in members)
+        ready, needed = max(tensor.ready for tensor in members), min(tensor.needed for tensor in members)
         buckets.append(BucketTimes(ready, needed, reduce_scatter=half(size), all_gather=half(size), latency=half(0)))
     early = choose_early_gathers(buckets, divisible=topology != "torus2d") if eager else None
     return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
+
+
+def _buckets(profile: Profile, bucket_mb: float) -> list[list[LayerTimes]]:
+    """Returns the tensors of each bucket."""
+    # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
+    tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
+    parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
+    buckets = plan_buckets(parameters, Fusion(bucket_mb=bucket_mb))
+    return [[profile.tensors[int(member.name)] for member in members] for members in buckets]
