@@ -12,7 +12,7 @@ from typing import Any
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.bench.pictures import looks_of, picture
+from lightning_pipesync.lab.bench.pictures import markers_of, picture
 from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.lab.plan.predictions import considered
 
@@ -25,7 +25,7 @@ class Outcome:
     """A prediction and what was measured.
 
     Attributes:
-        method: the strategy's name.
+        method: the strategy's name, with its variant.
         exact: whether it trains what DDP does.
         shown: whether the plan shows it; otherwise it is one of the settings that were considered.
         predicted: seconds of a step.
@@ -99,10 +99,9 @@ def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Draws what was predicted over what was measured, with the shares that are :data:`SHADED`."""
     everything = [one for result in results for one in outcomes(result).values() if one.shown]
     with picture(path, (6.5, 6), legend="panel") as [[panel]]:
-        for method, look in looks_of(one.method for one in everything).items():
+        for method, look in markers_of(one.method for one in everything).items():
             points = [(1e3 * one.measured, 1e3 * one.predicted) for one in everything if one.method == method]
-            look |= {"linestyle": "", "markersize": 4, "alpha": 0.7}
-            panel.plot(*zip(*points, strict=True), label=method, **look)
+            panel.plot(*zip(*points, strict=True), label=method, **look, markersize=4, alpha=0.7)
         ends = [1e3 * limit(one.measured for one in everything) for limit in (min, max)]
         panel.plot(ends, ends, color="black", linewidth=0.8)
         for share in SHADED:

@@ -193,6 +193,7 @@ def report(folder: Path, fault: str) -> tuple[list[dict[str, float]], list[str]]
     predictions = [
         {"method": "dear", "settings": {"compression": "int8"}, "seconds": 1e-6},
         {"method": "dear", "settings": {"compression": "none"}, "seconds": 10.0 if fault == "slow" else 1e-3},
+        {"method": "dear", "settings": {"compression": "none", "bucket_mb": 25.0, "low_rank": 4}, "seconds": 1e-6},
     ]
     (folder / "plan.json").write_text(json.dumps({"results": [{"predictions": predictions}]}))
     memory, callback = Memory(), StepReport(folder / "plan.json", every_n_batches=EVERY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -157,6 +158,29 @@ def test_the_cases_differ() -> None:
             same = first == second or any({first, second} <= cases for cases in alike)
             equal = torch.equal(one.float(), other.float())
             assert equal == (same and kind == other_kind), (first, kind, second, other_kind)
+
+
+def arranged(method: str, low_rank_method: str, topology: str) -> Tensor:
+    make, settings = METHODS[method]
+    model, rank = seeded_mlp(), dist.get_rank()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = make(model, optimizer, low_rank=RANK, low_rank_method=low_rank_method, topology=topology, **settings)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, step, rank).backward()
+        sync.step()
+    sync.flush()
+    return flat(model)
+
+
+def test_on_a_torus_and_on_trees_the_weights_are_those_in_a_ring() -> None:
+    """Of four ranks; but for the order of sums."""
+    rows = list(product(METHODS, ALGORITHMS, ("flat", "torus2d", "tree")))
+    outcomes = launch_cases({row: partial(arranged, *row) for row in rows}, 4)
+    for method, kind, topology in rows:
+        everyones = outcomes[method, kind, topology]
+        assert all(torch.equal(one, everyones[0]) for one in everyones)
+        torch.testing.assert_close(everyones[0], outcomes[method, kind, "flat"][0], rtol=1e-3, atol=1e-5)
 
 
 def interrupted(method: str, low_rank_method: str, resumes: bool) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, looks_of, picture
+from lightning_pipesync.lab.bench.pictures import COLOURS, look_of, looks_of, markers_of, picture
 from tests.own_methods import OWN
 
 
@@ -29,6 +29,12 @@ def test_a_method_looks_alike_by_any_name_and_its_line_tells_its_settings() -> N
         {**look_of(method), "linestyle": "-"} for method in methods
     ]
     assert [look["linestyle"] for look in looks.values()] == ["-", "--", "-", "--", "-", "-"]
+
+
+def test_markers_of_further_settings_are_not_filled() -> None:
+    looks = markers_of(["dear", "dear (low_rank=4)", "pipe_sgd"])
+    assert [look["fillstyle"] for look in looks.values()] == ["full", "none", "full"]
+    assert all(look["linestyle"] == "" for look in looks.values())
 
 
 def test_other_methods_get_what_is_left() -> None:

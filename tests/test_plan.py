@@ -22,7 +22,7 @@ from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.method_candidate import MethodCandidate
+from lightning_pipesync.lab.bench.method_candidate import MethodCandidate, lab_of
 from lightning_pipesync.lab.bench.models import BenchModel, stand_in
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.step import predict_ddp
@@ -37,7 +37,8 @@ from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns, to_pr
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients
+from lightning_pipesync.methods.dear.lab import half_seconds
+from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients, P, Q
 from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
@@ -152,31 +153,48 @@ def test_low_rank_is_planned_with_what_its_factors_cost() -> None:
     low_rank, exact = found["dear (low_rank=4)"], found["dear"]
     assert exact.exact
     assert not low_rank.exact
-    assert low_rank.settings == {"fusion": "buffer", "bucket_mb": 1.0, "low_rank": 4}  # all but the last hide
+    assert low_rank.settings == {"fusion": "buffer", "bucket_mb": 0.5, "topology": "torus2d", "low_rank": 4}
     DeARConfig(**low_rank.settings)
-    assert low_rank.seconds == pytest.approx(0.108 + at.halves.all_reduce(MIB / 128, 4))
+    of_the_last = 2 * half_seconds(at, "torus2d", MIB / 128)
+    assert low_rank.seconds == pytest.approx(0.108 + of_the_last)
     slow = {one.title: one for one in predict(work, cluster(1e5))}["dear (low_rank=4)"]
     assert slow.seconds == pytest.approx(16 * MIB / 128 * 1.5 / 1e5, rel=0.1)
+    for seconds in (0.001, 0.002, 0.004):  # sizes of buckets train alike: none gives time away
+        quick = replace(work, measured={"dear": MethodWork(low_rank_seconds=seconds)})
+        one = {one.title: one for one in predict(quick, at)}["dear (low_rank=4)"]
+        assert one.seconds == pytest.approx(low_rank.seconds - 0.008 + seconds)
     assert fastest(work, at)["dear"] > 2.0
     assert "dear (low_rank=4)" not in {one.title for one in predict(WORK, at)}
 
 
+def test_a_step_with_large_factors_and_one_with_small_ones_take_turns() -> None:
+    """Of 16 matrices of 128 rows and 2048 columns, at 3 MB/s: P is 16 times as small as Q."""
+    tensors = [replace(one, shape=(128, 2048)) for one in PROFILE.tensors]
+    work = Work(replace(PROFILE, tensors=tensors), measured={"dear": MethodWork(low_rank_seconds=1e-6)})
+    at = cluster(3e6, 2)
+    found = {one.title: one for one in predict(work, at)}["dear (low_rank=4)"]
+    small, large = (0.1 + at.halves.all_reduce(32 * 1024, 2) / 16, 0.04 + at.halves.all_reduce(512 * 1024, 2))
+    assert found.seconds == pytest.approx((small + large) / 2, rel=0.05)
+    trial = lab_of("dear").trial({**found.settings})
+    assert trial.period == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 48), (16, 4, 4, 4), (8, 8), (128,)])
-def test_bytes_of_factors_are_those_that_are_sent(shape: tuple[int, ...]) -> None:
-    tensor, generator = torch.zeros(shape), torch.Generator().manual_seed(0)
+def test_bytes_of_factors_are_those_that_are_sent(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor, generator = torch.zeros(shape, dtype=dtype), torch.Generator().manual_seed(0)
     parameters, settings = [NamedParameter("weight", tensor, "", (0, 0))], DeARConfig(low_rank=4)
     bucket = LowRankBucket(LowRankGradients(parameters, settings), [tensor], num_shards=1)
-    sent = 0
-    for _ in range(4):
-        gradient = torch.randn(shape, generator=generator)
-        sent += bucket.start(0, [gradient], [True]).nbytes
+    for side in (P, Q, P):
+        gradient = torch.randn(shape, generator=generator).to(dtype)
+        sent = bucket.start(0, [gradient], [True]).nbytes
         bucket.finish(0, [gradient])
-    assert bytes_sent(LayerTimes(0.0, 0.0, tensor.nbytes, shape), 4) == sent / 4
+        assert bytes_sent(LayerTimes(0.0, 0.0, tensor.nbytes, shape), 4, side) == sent
 
 
 def test_products_of_factors_are_measured_on_gradients_that_stay() -> None:
-    gradients = [torch.randn(64, 64), torch.randn(64), torch.randn(16, 4, 3, 3).double()]
-    before = [one.clone() for one in gradients]
+    gradients = [torch.randn(64, 64, requires_grad=True), torch.randn(64), torch.randn(16, 4, 3, 3).double()]
+    before = [one.detach().clone() for one in gradients]
     assert measure_products(gradients, 4) > 0
     assert all(map(torch.equal, gradients, before))
     assert measure_products(gradients, 64) == 0

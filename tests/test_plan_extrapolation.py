@@ -90,7 +90,7 @@ def test_a_torus_saves_latency() -> None:
 def test_servers_gain_where_a_host_is_slow() -> None:
     """With one of 4 ranks at half speed, as many steps take 4 / 3.5 times as long, not twice."""
     half = Profile(0.06, 0.12, 0.02, PROFILE.tensors)
-    measured = [{"pipe_sgd": MethodWork(seconds)} for seconds in (0.001, 0.0002)]
+    measured = [{"pipe_sgd": MethodWork(seconds, low_rank_seconds=seconds)} for seconds in (0.001, 0.0002)]
     everyones = [Work(PROFILE, measured[0]), Work(PROFILE), Work(half, measured[1]), Work(PROFILE)]
     work = slowest(everyones)
     assert work.profile is half

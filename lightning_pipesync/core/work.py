@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.cost import end_of_pipeline
 from lightning_pipesync.core.layer_limits import LayerTimes
 
 #: Maximum number of buckets of a gradient that are considered, and the default size of DDP's, in MiB, which always is.
@@ -21,6 +22,15 @@ class Profile:
     backward: float  # until the last gradient is ready
     update: float
     tensors: Sequence[LayerTimes]  # in the order in which their gradients become ready
+
+    def seconds_with_all_reduces(self, ready: Sequence[float], all_reduces: Sequence[float]) -> float:
+        """Returns the seconds of a step with all-reduces, one after the other, under the backward pass.
+
+        Args:
+            ready: when each of them may start, since backward began.
+            all_reduces: the seconds that each takes.
+        """
+        return self.forward + max(self.backward, end_of_pipeline(ready, all_reduces)) + self.update
 
 
 @dataclass(frozen=True)

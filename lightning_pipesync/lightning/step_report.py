@@ -163,8 +163,10 @@ class StepReportMixin(ChecksOverrides, _Base):
         if not planned:
             return
 
-        def likeness(prediction: Mapping[str, Any]) -> int:
-            return sum(getattr(config, name, None) == value for name, value in prediction["settings"].items())
+        def likeness(prediction: Mapping[str, Any]) -> tuple[bool, int]:
+            settings = prediction["settings"]
+            same_training = getattr(config, "low_rank", None) == settings.get("low_rank")
+            return same_training, sum(getattr(config, name, None) == value for name, value in settings.items())
 
         predicted = max(planned, key=likeness)["seconds"]
         if seconds > DRIFT * predicted:

@@ -30,7 +30,7 @@ class Prediction:
     error: float = 0.0  # half the difference that the standard errors of the measured costs make, in seconds
     exact: bool = True  # the training is that of DDP, bit for bit but for the order of sums
     why: str = ""  # what the time consists of, or what is known of its quality
-    variant: str = ""  # the settings that make it another training than the method's other predictions
+    variant: str = ""  # the settings of all of a group whose training is another one than the method's usual one
 
     @property
     def name(self) -> str:
@@ -186,8 +186,8 @@ class LabEntry:
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
         """Yields predictions in groups, from a step without communication and its costs; of each group a plan has one.
 
-        Of exact settings it has the fastest; of others the first that hardly waits, so that those that train best come
-        first.
+        Of exact settings, and of a variant's, it has the fastest; of others the first that hardly waits, so that those
+        that train best come first.
         """
         yield from ()
 

@@ -63,6 +63,15 @@ def looks_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def markers_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Returns the look of the marker of each name, without a line: of a method's further settings it is not filled."""
+    looks = looks_of(names)
+    return {
+        name: {**look, "linestyle": "", "fillstyle": "full" if look["linestyle"] == LINES[0] else "none"}
+        for name, look in looks.items()
+    }
+
+
 def _method_of(name: str) -> str:
     """Returns the method of a name, which has capitals, blanks and hyphens in a table."""
     method, _ = resolve(re.sub("[ -]", "_", re.split("[:,(]", name)[0].strip().lower()), {})

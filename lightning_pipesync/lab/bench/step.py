@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
+from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerLimits
 from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench import step_report
@@ -206,4 +206,4 @@ def predict_ddp(profile: Profile, link: LinkCost, world_size: int, bucket_mb: fl
             ready.append(tensor.ready)
             durations.append(link.all_reduce(filled, world_size))
             filled = 0
-    return profile.forward + max(profile.backward, end_of_pipeline(ready, durations)) + profile.update
+    return profile.seconds_with_all_reduces(ready, durations)

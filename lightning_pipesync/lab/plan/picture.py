@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.bench.pictures import COLOURS, looks_of, picture
+from lightning_pipesync.lab.bench.pictures import COLOURS, looks_of, markers_of, picture
 from lightning_pipesync.lab.plan.predictions import BASELINES, baseline_of, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.text import rate, round_rate
 from lightning_pipesync.lab.plan.verdict import rounds_of
@@ -119,9 +119,9 @@ def _draw_measured(
         if one.name in rounds:
             seconds[one.title] = min(median(rounds[one.name]), seconds.get(one.title, math.inf))
     for baseline in seconds.keys() & set(BASELINES):
-        for title, look in looks_of(one for one in seconds if one != baseline).items():
-            look |= {"linestyle": "", "markersize": 9, "zorder": 3}
-            panel.plot(here, seconds[baseline] / seconds[title], label=f"{title}, measured", **look)
+        for title, look in markers_of(one for one in seconds if one != baseline).items():
+            gain = seconds[baseline] / seconds[title]
+            panel.plot(here, gain, label=f"{title}, measured", **look, markersize=9, zorder=3)
 
 
 def _gains(work: Work, cluster: Cluster) -> Mapping[str, float]:

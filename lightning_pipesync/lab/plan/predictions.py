@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.cost import end_of_pipeline
 from lightning_pipesync.core.work import DEFAULT_MB, Work
 from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.bench.step import predict_ddp
@@ -63,7 +62,7 @@ def considered(work: Work, cluster: Cluster) -> list[Prediction]:
 
 
 def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
-    """Returns the fastest of an exact method; of another the first that hardly waits, or else the fastest.
+    """Returns the fastest of one training; of several the first that hardly waits, or else the fastest.
 
     Of DDP's buckets that are as fast it is the largest, which needs fewer messages; larger ones of a method are run if
     it says so.
@@ -72,8 +71,10 @@ def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
     if fastest.method == "ddp":
         as_fast = (one for one in group if one.seconds * (1 - AS_FAST) <= fastest.seconds)
         return max(as_fast, key=lambda one: one.settings["bucket_mb"])
+    if fastest.exact or fastest.variant:
+        return fastest
     hardly_wait = (one for one in group if one.seconds * (1 - LITTLE) <= work.seconds_with(one.method))
-    return fastest if fastest.exact else next(hardly_wait, fastest)
+    return next(hardly_wait, fastest)
 
 
 def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
@@ -106,8 +107,7 @@ def predict_hsdp(work: Work, cluster: Cluster) -> float:
         while filled < group and (tensor := next(tensors, None)) is not None:
             filled, moment = filled + tensor.num_bytes, tensor.ready
         ready.append(moment)
-    backward = max(work.profile.backward, end_of_pipeline(ready, durations))
-    return work.profile.forward + backward + work.profile.update
+    return work.profile.seconds_with_all_reduces(ready, durations)
 
 
 def _ddp_in(work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:

@@ -46,7 +46,11 @@ def slowest(everyones: Sequence[Work]) -> Work:
     longest = max(everyones, key=lambda work: work.seconds)
     together = len(everyones) / sum(1 / work.seconds for work in everyones)
     measured = {
-        name: replace(of_longest, seconds=max(work.measured_by(name).seconds for work in everyones))
+        name: replace(
+            of_longest,
+            seconds=max(work.measured_by(name).seconds for work in everyones),
+            low_rank_seconds=max(work.measured_by(name).low_rank_seconds for work in everyones),
+        )
         for name, of_longest in longest.measured.items()
     }
     return replace(longest, measured=measured, pace=together / longest.seconds)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.tree import piece_bytes
-from lightning_pipesync.core.cost import end_of_pipeline
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import NamedParameter
@@ -24,6 +24,7 @@ from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import choose_early_gathers
+from lightning_pipesync.methods.gradients.low_rank import P, Q
 from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
 from lightning_pipesync.methods.laboratory import BenchCandidate, Drilled, LabEntry, Prediction, StandIn, waiting_share
 
@@ -69,22 +70,24 @@ class DeARLab(LabEntry):
             sized = [(label, chosen)]
         configs = [(name, DeARConfig(**of_size)) for name, of_size in sized]
         return [
-            DeARCandidate(name, config, limit="eager" if config.gathers_early else "two_halves")
+            DeARCandidate(
+                name,
+                config,
+                limit="eager" if config.gathers_early else "two_halves",
+                period=2 if config.low_rank is not None and config.low_rank_method == "acp_sgd" else 1,  # P, and Q
+            )
             for name, config in configs
         ]
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-        """Yields all bucket sizes, in each topology, and again those that are larger than the best; then low rank.
-
-        Of low-rank factors the largest buckets come first: they need the fewest messages.
-        """
+        """Yields all bucket sizes, in each topology; again those that are larger than the best; and with low rank."""
         topologies, sizes = topologies_of(cluster), work.bucket_sizes()
         found = [self._predict(work, cluster, size, topology) for topology in topologies for size in sizes]
         yield found
         best = min(found, key=lambda prediction: prediction.seconds).settings["bucket_mb"]
         yield [prediction for prediction in found if prediction.settings["bucket_mb"] >= LARGER * best]
         if work.measured_by(self.name).low_rank_seconds > 0:
-            yield [self._predict_low_rank(work, cluster, size) for size in reversed(sizes)]
+            yield [self._predict_low_rank(work, cluster, size, topology) for topology in topologies for size in sizes]
 
     def measure(self, module: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any] | None) -> MethodWork:
         """Measures the products of low-rank factors, unless FSDP2 has divided the matrices."""
@@ -101,22 +104,25 @@ class DeARLab(LabEntry):
 
     def _predict(self, work: Work, cluster: Cluster, bucket_mb: float, topology: str) -> Prediction:
         seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, topology)
-        settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": bucket_mb}
-        settings |= {} if topology == "flat" else {"topology": topology}
-        return Prediction(self.name, settings, seconds, why=waiting_share(work.seconds_with(self.name), seconds))
+        settings, why = _settings(bucket_mb, topology), waiting_share(work.seconds_with(self.name), seconds)
+        return Prediction(self.name, settings, seconds, why=why)
 
-    def _predict_low_rank(self, work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
+    def _predict_low_rank(self, work: Work, cluster: Cluster, bucket_mb: float, topology: str) -> Prediction:
         """Returns the prediction for ACP-SGD: a whole all-reduce of each bucket's factors under the backward pass."""
         profile = work.profile_with(self.name, work.measured_by(self.name).low_rank_seconds)
-        ready, durations = [], []
-        for members in _buckets(profile, bucket_mb):
-            ready.append(max(tensor.ready for tensor in members))
-            size = sum(bytes_sent(tensor, LOW_RANK) for tensor in members)
-            durations.append(cluster.halves.all_reduce(size, cluster.world_size))
-        seconds = profile.forward + max(profile.backward, end_of_pipeline(ready, durations)) + profile.update
-        settings = {"fusion": "buffer", "bucket_mb": bucket_mb, "low_rank": LOW_RANK}
+        buckets = _buckets(profile, bucket_mb)
+        ready, by_side = [max(tensor.ready for tensor in members) for members in buckets], []
+        for side in (P, Q):
+            sizes = [sum(bytes_sent(tensor, LOW_RANK, side) for tensor in members) for members in buckets]
+            all_reduces = [2 * half_seconds(cluster, topology, size) for size in sizes]
+            by_side.append(profile.seconds_with_all_reduces(ready, all_reduces))
+        settings = {**_settings(bucket_mb, topology), "low_rank": LOW_RANK}
         why, variant = "averages low-rank factors of the gradients", f"low_rank={LOW_RANK}"
-        return Prediction(self.name, settings, seconds, exact=False, why=why, variant=variant)
+        return Prediction(self.name, settings, fmean(by_side), exact=False, why=why, variant=variant)
+
+
+def _settings(bucket_mb: float, topology: str) -> dict[str, Any]:
+    return {"fusion": "buffer", "bucket_mb": bucket_mb, **({} if topology == "flat" else {"topology": topology})}
 
 
 def topologies_of(cluster: Cluster) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -12,21 +11,22 @@ from torch import Tensor
 
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.layer_limits import LayerTimes
-from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, is_factorized
+from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, P, is_factorized
 
 #: How often the products are measured; each time they make the other factor.
 REPEATS = 6
 
 
-def bytes_sent(tensor: LayerTimes, rank: int) -> float:
-    """Returns the bytes of a tensor's gradient, or of its factor, in a step on average: P and Q take turns."""
+def bytes_sent(tensor: LayerTimes, rank: int, side: int) -> int:
+    """Returns the bytes of a tensor's factor P or Q; those of its gradient, if it is not factorized."""
     shape = torch.Size(tensor.shape)
+    width = max(4, tensor.num_bytes // max(1, shape.numel()))  # values of 16 bits are sent in fp32
     if not is_factorized(shape, rank):
-        return tensor.num_bytes
-    width = max(4, tensor.num_bytes // math.prod(shape))  # factors of 16 bits are sent in fp32
-    return width * rank * (shape[0] + shape[1:].numel()) / 2
+        return width * shape.numel()
+    return width * rank * (shape[0] if side == P else shape[1:].numel())
 
 
+@torch.no_grad()
 def measure_products(gradients: Sequence[Tensor], rank: int) -> float:
     """Returns the seconds of a step in which a rank makes factors of its gradients, and multiplies their averages.
 
