@@ -40,6 +40,25 @@ def accelerator_of(method: str, **settings: Any) -> PipeSyncAccelerator:
     return PipeSyncAccelerator(plugin, dataloader_config=DataLoaderConfiguration(data_seed=11))
 
 
+def scales_that_are_resumed(folder: Path) -> tuple[float, float]:
+    """The loss scale of this rank in a checkpoint after an overflow on rank 1 alone; and with which it goes on."""
+    scales = []
+    for resumes in (False, True):
+        accelerator = accelerator_of("local_sgd", period=4)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # without a GPU Accelerate makes none
+        model = nn.Linear(2, 2)
+        accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+        assert accelerator.scaler.scale(torch.zeros(())) == 0  # which makes its state
+        if resumes:
+            accelerator.load_state(str(folder))
+        else:
+            accelerator.scaler.update(1024.0 / 2**accelerator.process_index)
+            accelerator.save_state(str(folder))
+        scales.append(accelerator.scaler.get_scale())
+        accelerator.free_memory()
+    return scales[0], scales[1]
+
+
 def train(method: str, folder: Path, resumed: bool) -> tuple[Tensor, Tensor]:
     """Trains two epochs, saving within the second; or what comes after that. Returns weights, and a random number."""
     accelerator, counter = accelerator_of(method), Counter()
@@ -223,6 +242,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(method: str, trained: Outcomes, 
         assert torch.equal(number, other)
         assert torch.equal(uninterrupted, whole[0][0])
     assert (folder / method / "pipesync_1.bin").exists()
+
+
+def test_each_rank_resumes_with_its_own_loss_scale(tmp_path: Path) -> None:
+    """Where ranks skip steps on their own: Accelerate's checkpoint has the scale of one rank."""
+    outcomes = launch(partial(scales_that_are_resumed, tmp_path / "checkpoint"), 2, init=False)
+    assert outcomes == [(1024.0, 1024.0), (512.0, 512.0)]
 
 
 def test_a_pipeline_in_one_process_resumes(tmp_path: Path) -> None:

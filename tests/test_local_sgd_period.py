@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -182,21 +182,30 @@ def test_an_epoch_of_unknown_or_little_length() -> None:
         assert_raised(short, "ValueError", "overlap_steps=3", "period='0.1 epoch'")
 
 
-def fit(directory: Path, period: int | str, save_at: int | None = None, resume: bool = False) -> tuple[Tensor, float]:
-    """8 batches an epoch, two of which make a step."""
+def fit(
+    directory: Path,
+    period: int | str,
+    save_at: int | None = None,
+    resume_at: int | None = None,
+    accumulate: dict[int, int] | None = None,
+) -> tuple[Tensor, float]:
+    """8 batches an epoch, two of which make a step, or as many as ``accumulate`` has by the epoch from which on."""
     save = ModelCheckpoint(directory, "{step}", every_n_train_steps=save_at, save_top_k=-1)
-    callbacks: list[pl.Callback] = [save] if save_at else []
+    if accumulate:  # within an epoch Lightning resumes without what the callback sets
+        save = ModelCheckpoint(directory, "{step}", every_n_epochs=1, save_top_k=-1)
+    callbacks: list[pl.Callback] = [save] if save_at or accumulate else []
     run = trainer(
         LocalSGDStrategy(period=period),
         2,
         directory,
-        accumulate_grad_batches=2,
-        callbacks=callbacks,
+        accumulate_grad_batches=1 if accumulate else 2,
+        callbacks=[*callbacks, *([GradientAccumulationScheduler(accumulate)] if accumulate else [])],
         enable_checkpointing=bool(callbacks),
-        max_epochs=3,
+        max_epochs=5 if accumulate else 3,
     )
     model = Classifier()
-    run.fit(model, DataLoader(dataset(), 4, shuffle=True), ckpt_path=str(directory / "step=5.ckpt") if resume else None)
+    path = None if resume_at is None else str(directory / f"step={resume_at}.ckpt")
+    run.fit(model, DataLoader(dataset(), 4, shuffle=True), ckpt_path=path)
     return model.weights(), run.callback_metrics.get("local_sgd/rounds", torch.tensor(-1.0)).item()
 
 
@@ -204,10 +213,21 @@ def test_a_share_of_an_epoch_in_a_trainer(tmp_path: Path) -> None:
     """Also in a run that resumes within an epoch."""
     [(expected, _), _] = launch(partial(fit, tmp_path, 3), 2, init=False)
     [(whole, rounds), _] = launch(partial(fit, tmp_path, "0.75 epoch", 5), 2, init=False)
-    [(resumed, _), _] = launch(partial(fit, tmp_path, "0.75 epoch", None, True), 2, init=False)
+    [(resumed, _), _] = launch(partial(fit, tmp_path, "0.75 epoch", None, 5), 2, init=False)
     assert torch.equal(whole, expected)
     assert torch.equal(resumed, expected)
     assert rounds == 4
+
+
+def test_a_period_stays_as_long_when_more_batches_are_accumulated(tmp_path: Path) -> None:
+    """The first epoch has 8 steps, and the others 4: it has 8, also in a run that resumes after the second one."""
+    accumulate = {0: 1, 1: 2}
+    [(expected, _), _] = launch(partial(fit, tmp_path / "in steps", 8, accumulate=accumulate), 2, init=False)
+    [(whole, rounds), _] = launch(partial(fit, tmp_path, "1 epoch", accumulate=accumulate), 2, init=False)
+    [(resumed, _), _] = launch(partial(fit, tmp_path, "1 epoch", resume_at=12, accumulate=accumulate), 2, init=False)
+    assert torch.equal(whole, expected)
+    assert torch.equal(resumed, expected)
+    assert rounds == 3
 
 
 def accelerate(period: int | str) -> Tensor:

@@ -59,6 +59,7 @@ def test_the_error_names_library_version_and_name() -> None:
         *((PipeSyncTrainerMixin, transformers.Trainer, name) for name in ("_load_best_model", "_finalize_training")),
         (PipeSyncTrainerMixin, transformers.Trainer, "_save_optimizer_and_scheduler"),
         (PipeSyncTrainerMixin, transformers.Trainer, "_load_optimizer_and_scheduler"),
+        (PipeSyncTrainerMixin, transformers.Trainer, "_load_scaler"),
         (SyncStrategyMixin, DDPStrategy, "configure_ddp"),
         (PipelineStrategyMixin, DDPStrategy, "distributed_sampler_kwargs"),
         (PipeSyncFabricStrategyMixin, FabricDDPStrategy, "setup_module_and_optimizers"),

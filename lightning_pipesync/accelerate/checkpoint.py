@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.state import check_digest, state_of_rank
 
 
+@dataclass(frozen=True)
+class RankStates:
+    """What a rank resumes from: the state of each method, places in the data, and the state of its loss scaler."""
+
+    methods: Sequence[Any] = ()
+    places: Sequence[dict[str, Any]] = ()
+    scaler: dict[str, Any] | None = None
+
+
 def save_rank_states(
     folder: str | Path,
     methods: Sequence[Method],
@@ -31,11 +41,13 @@ def save_rank_states(
     world_size: int,
     models: Sequence[nn.Module],
     places: Sequence[dict[str, Any]] = (),
+    scaler: dict[str, Any] | None = None,
 ) -> None:
     """Writes the states of ``methods`` on this rank, and a checksum of the models' weights, to the rank's file.
 
-    ``places`` are those of training loaders in their data, where the replicas are jobs of their own. Machines need not
-    share the folder. Without methods, the file of an earlier checkpoint is removed.
+    ``places`` are those of training loaders in their data, where the replicas are jobs of their own. ``scaler`` is the
+    state of this rank's loss scaler, of which Accelerate's checkpoint has one rank's. Machines need not share the
+    folder. Without methods, the file of an earlier checkpoint is removed.
     """
     if not methods:
         _file(folder, rank).unlink(missing_ok=True)
@@ -43,8 +55,9 @@ def save_rank_states(
     states = [method.state_dict() for method in methods]
     Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet
     saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models)}
+    saved |= {"states": states, "digest": digest(states), "places": list(places), "scaler": scaler}
     with replacing(_file(folder, rank)) as temporary:
-        torch.save({**saved, "states": states, "digest": digest(states), "places": list(places)}, temporary)
+        torch.save(saved, temporary)
 
 
 def read_rank_states(
@@ -54,11 +67,11 @@ def read_rank_states(
     name: str,
     models: Sequence[nn.Module],
     config: Settings,
-) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Returns the state of each method, and the places, that :func:`save_rank_states` has written; a collective call.
+) -> RankStates:
+    """Returns what :func:`save_rank_states` has written; a collective call.
 
-    The lists are empty if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is
-    missing, damaged, or of other models raises a ValueError on all ranks.
+    It is empty if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is missing,
+    damaged, or of other models raises a ValueError on all ranks.
     """
     job = None if transport is None else transport.job
     rank = 0 if job is None else job.rank
@@ -75,7 +88,7 @@ def read_rank_states(
     of_ranks = [mine] if job is None else job.gather_objects(mine)
     first = next((entry for entry in of_ranks if entry is not None), None)
     if first is None:
-        return [], []
+        return RankStates()
     method, saved_size, num_states = first
     state: Any = state_of_rank(
         {"strategy": method, "world_size": saved_size, "ranks": {rank: saved and saved["states"]}},
@@ -85,7 +98,7 @@ def read_rank_states(
         removable=f"{_file('', 0).name} and its like",
     )
     if method != name or saved_size != len(of_ranks):
-        return [], []
+        return RankStates()
     if any(entry != first for entry in of_ranks):
         raise ValueError(
             f"Not all of the {len(of_ranks)} processes find what they need in {folder}: on machines without a "
@@ -96,7 +109,8 @@ def read_rank_states(
             f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} are "
             "prepared: prepare the same models before load_state()."
         )
-    return list(state), [] if saved is None else saved.get("places", [])
+    assert saved is not None
+    return RankStates(list(state), saved.get("places", []), saved.get("scaler"))  # older files have neither
 
 
 def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:

@@ -126,6 +126,7 @@ class SavingAccelerator(WatchedAccelerator):
             self.num_processes,
             prepared_models(self),
             [loader.state_dict() for loader in elastic_loaders(self)],
+            None if self.scaler is None else self.scaler.state_dict(),
         )
 
     @override
@@ -169,10 +170,10 @@ class SavingAccelerator(WatchedAccelerator):
         if self.pipesync is None or not methods:
             return
         transport, name, config = methods[0].transport, self.pipesync.method, self.pipesync.config
-        states, places = checkpoint.read_rank_states(
-            folder, len(methods), transport, name, prepared_models(self), config
-        )
-        for method, state in zip(methods, states, strict=False):
+        saved = checkpoint.read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
+        for method, state in zip(methods, saved.methods, strict=False):
             method.load_state_dict(state)
-        for loader, place in zip(elastic_loaders(self), places, strict=False):
+        for loader, place in zip(elastic_loaders(self), saved.places, strict=False):
             loader.load_state_dict(place)
+        if self.scaler is not None and saved.scaler is not None:
+            self.scaler.load_state_dict(saved.scaler)

@@ -119,8 +119,12 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with self.accelerator.optimizers_given_back():
             super()._load_optimizer_and_scheduler(checkpoint)
+
+    @override
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        super()._load_scaler(checkpoint)
         if checkpoint is not None:
-            self.accelerator.load_rank_states(checkpoint)
+            self.accelerator.load_rank_states(checkpoint)  # also this rank's loss scale
 
     @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

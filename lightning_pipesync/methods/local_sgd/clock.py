@@ -67,6 +67,17 @@ class PeriodClock(AveragingPolicy):
         self._rounds = self._rounds or self._planned()
         return self._rounds.started(step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the steps of a period in epochs: those of an epoch when the training began, which may change."""
+        if self._rounds is None or epochs_of(self._period) is None:
+            return {}
+        return {"period": self._period, "steps": self._rounds.period}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes with as many steps, if ``period`` is the same as then."""
+        if state.get("period") == self._period:
+            self._rounds = Rounds(state["steps"], self._fragments)
+
     def snapshot(self) -> Any:
         return None if self._rounds is None else vars(self._rounds)
 

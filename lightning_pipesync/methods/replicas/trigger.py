@@ -90,6 +90,8 @@ class GradientTrigger(AveragingPolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "tracker" not in state:
+            return  # it is a clock's
         self.algorithm.tracker.load_state_dict(state["tracker"])
         self.algorithm.threshold.load_state_dict(state["threshold"])
 
