@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_pipesync import DeAR
-from lightning_pipesync.accelerate.checkpoint import save_rank_states
+from lightning_pipesync.accelerate.checkpoint import RankStates, save_rank_states
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.lab.bench.tables import write_results
@@ -43,7 +43,7 @@ def write_states(folder: Path, size: int) -> None:
     model = seeded_mlp()
     sync = DeAR(model, OPTIMIZERS["sgd"](model))
     sync.state_dict = lambda: {"x": torch.ones(size)}  # type: ignore[method-assign]
-    save_rank_states(folder, [sync], "dear", 0, 1, [model])
+    save_rank_states(folder, RankStates([sync.state_dict()]), "dear", 0, 1, [model])
     sync.detach()
 
 

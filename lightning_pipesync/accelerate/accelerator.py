@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from lightning_pipesync.accelerate.private import (
     check_accelerator,
     check_marked,
     mark_prepared,
+    prepared_loaders,
     replace_prepared_optimizer,
 )
 from lightning_pipesync.accelerate.sharding import (
@@ -264,7 +265,7 @@ class PipeSyncAccelerator(LoadingAccelerator):
     @contextmanager
     @override
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Does nothing for models of a method, whose ranks take the same number of steps.
+        """Lets loaders give the ranks of a method the same number of batches, with ``even_batches=True``.
 
         Raises:
             ValueError: ``even_batches`` is False, so that the ranks would take different numbers of steps.
@@ -278,7 +279,13 @@ class PipeSyncAccelerator(LoadingAccelerator):
                 "even_batches=False gives the ranks different numbers of steps, and all ranks of a method must take "
                 "the same number: set even_batches=True."
             )
-        yield
+        orders: list[Any] = [getattr(loader, "batch_sampler", None) for loader in prepared_loaders(self)]
+        with ExitStack() as stack:
+            for order in orders:
+                if hasattr(order, "even_batches"):
+                    stack.callback(setattr, order, "even_batches", order.even_batches)
+                    order.even_batches = True
+            yield
 
     def metrics(self) -> dict[str, float]:
         """Returns this rank's metrics of the method, for logging, by ``METHOD/METRIC``."""

@@ -19,43 +19,41 @@ from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.torch_private import local_tensor
-from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.state import check_digest, state_of_rank
 
 
 @dataclass(frozen=True)
 class RankStates:
-    """What a rank resumes from: the state of each method, places in the data, and the state of its loss scaler."""
+    """What a rank resumes from, besides what Accelerate has saved.
+
+    Attributes:
+        methods: the state of each method.
+        places: those of training loaders in their data, where the replicas are jobs of their own.
+        scaler: that of this rank's loss scaler, of which Accelerate's checkpoint has one rank's; None: there is none.
+        data_seed: of the order of the training data; None: no training loader was prepared.
+    """
 
     methods: Sequence[Any] = ()
     places: Sequence[dict[str, Any]] = ()
     scaler: dict[str, Any] | None = None
+    data_seed: int | None = None
 
 
 def save_rank_states(
-    folder: str | Path,
-    methods: Sequence[Method],
-    name: str,
-    rank: int,
-    world_size: int,
-    models: Sequence[nn.Module],
-    places: Sequence[dict[str, Any]] = (),
-    scaler: dict[str, Any] | None = None,
+    folder: str | Path, states: RankStates, name: str, rank: int, world_size: int, models: Sequence[nn.Module]
 ) -> None:
-    """Writes the states of ``methods`` on this rank, and a checksum of the models' weights, to the rank's file.
+    """Writes the states of this rank, and a checksum of the models' weights, to the rank's file.
 
-    ``places`` are those of training loaders in their data, where the replicas are jobs of their own. ``scaler`` is the
-    state of this rank's loss scaler, of which Accelerate's checkpoint has one rank's. Machines need not share the
-    folder. Without methods, the file of an earlier checkpoint is removed.
+    Machines need not share the folder. Without methods, the file of an earlier checkpoint is removed.
     """
-    if not methods:
+    if not states.methods:
         _file(folder, rank).unlink(missing_ok=True)
         return
-    states = [method.state_dict() for method in methods]
     Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet
     saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models)}
-    saved |= {"states": states, "digest": digest(states), "places": list(places), "scaler": scaler}
+    saved |= {"states": list(states.methods), "digest": digest(list(states.methods))}
+    saved |= {"places": list(states.places), "scaler": states.scaler, "data_seed": states.data_seed}
     with replacing(_file(folder, rank)) as temporary:
         torch.save(saved, temporary)
 
@@ -110,7 +108,8 @@ def read_rank_states(
             "prepared: prepare the same models before load_state()."
         )
     assert saved is not None
-    return RankStates(list(state), saved.get("places", []), saved.get("scaler"))  # older files have neither
+    besides = {part: saved[part] for part in ("places", "scaler", "data_seed") if part in saved}  # else it is older
+    return RankStates(list(state), **besides)
 
 
 def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:

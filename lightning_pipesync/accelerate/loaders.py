@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.utils import broadcast_object_list, send_to_device
-from torch.utils.data import DataLoader, IterableDataset
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from lightning_pipesync.accelerate.epochs import SeededSampler, counting_epochs, rest_of_epoch
 from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, prepared_loaders
 from lightning_pipesync.data import adjusted_batch_size
-from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
+from lightning_pipesync.data.loaders import LoaderWrapper, num_batches, sampler_of, with_order
 from lightning_pipesync.data.order import in_order, replaceable_order
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.data.work_queue import WorkQueueBatches
@@ -33,42 +34,68 @@ class InjectedLoader(LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
+            self.loader.remainder = 0  # the last batch has rows of others, and no sample twice
             injected = self.find_data().inject(batch)
             yield injected if self.device is None else send_to_device(injected, self.device)
 
     def skip_first_batches(self, num_batches: int) -> InjectedLoader:
-        return InjectedLoader(skip_first_batches(self.loader, num_batches), self.find_data, self.device)
+        return InjectedLoader(rest_of_epoch(self.loader, num_batches), self.find_data, self.device)
 
 
 def for_training(
-    accelerator: Accelerator, loader: DataLoader[Any], config: Settings, find_data: Callable[[], TrainingData]
+    accelerator: Accelerator,
+    loader: DataLoader[Any],
+    config: Settings,
+    find_data: Callable[[], TrainingData],
+    seed: int,
 ) -> Any:
     """Prepares the training loader in the order of the method's settings, and with data injection if it is set.
 
     Iterable data sets and the user's own samplers and batch samplers keep the order that Accelerate gives them, with a
-    warning if ``partition="seldp"``.
+    warning if ``partition="seldp"``. The ``seed`` is the same on all ranks.
+
+    Raises:
+        ValueError: the ranks have different numbers of batches.
     """
     if config.partition == "work_queue":
         number = len(prepared_loaders(accelerator))
-        ordered = find_data().prepare(loader, shared_seed(accelerator)).loader
+        ordered = find_data().prepare(loader, seed).loader
         if isinstance(batches := sampler_of(ordered), WorkQueueBatches):
             batches.ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
             return _prepared(accelerator, ordered, divided_by=1)
+    prepared = _in_order(accelerator, loader, config, find_data, seed)
+    numbers = gather_object([num_batches(prepared)])
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            f"The ranks have {', '.join(map(str, numbers))} training batches in an epoch, and all ranks of a method "
+            "must take the same number of steps: leave out even_batches=False, or set drop_last=True."
+        )
+    return prepared
+
+
+def _in_order(
+    accelerator: Accelerator,
+    loader: DataLoader[Any],
+    config: Settings,
+    find_data: Callable[[], TrainingData],
+    seed: int,
+) -> Any:
     if config.partition != "seldp" and config.injection is None:
-        return divided(accelerator, loader)
+        return _divided(accelerator, loader, seed)
     num_samples = _batch_size(accelerator, loader, config.injection)
-    seed, world_size = shared_seed(accelerator), accelerator.num_processes
+    world_size = accelerator.num_processes
     order = None
     if config.partition == "seldp":
         # A batch sampler, or samples without batches, stay in Accelerate's order.
         rank, of_torch = accelerator.process_index, None if loader.batch_size is None else seed
-        order = replaceable_order(loader, config, rank, world_size, of_torch, loader.drop_last)
+        order = replaceable_order(loader, config, rank, world_size, of_torch, loader.drop_last, divided=True)
     if order is None and config.injection is None:
-        return divided(accelerator, loader)
+        return _divided(accelerator, loader, seed)
     loader = in_order(loader, config, order, num_samples)
     on_host = config.injection is not None
     if order is not None:
         prepared = _prepared(accelerator, loader, 1, on_host=on_host)
+        prepared.batch_sampler.num_processes = world_size  # with which Accelerate counts the samples of a batch
     else:
         prepared = _prepared(accelerator, loader, world_size, on_host=on_host, seed=seed, split_batches=False)
     if config.injection is None:
@@ -91,18 +118,18 @@ def _batch_size(accelerator: Accelerator, loader: DataLoader[Any], injection: tu
     )
 
 
-def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
-    """Returns the loader divided among the ranks; ``set_epoch`` determines its shuffled order."""
-    return _prepared(accelerator, loader, accelerator.num_processes, seed=shared_seed(accelerator))
+def _divided(accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> Any:
+    """Returns the loader divided among the ranks; the epoch determines its shuffled order."""
+    return _prepared(accelerator, loader, accelerator.num_processes, seed=seed)
 
 
 def uses_work_queue(loader: Any) -> bool:
     return isinstance(getattr(loader, "batch_sampler", None), WorkQueueBatches)
 
 
-def for_pipeline(accelerator: Accelerator, loader: DataLoader[Any], part: int = 0, parts: int = 1) -> Any:
+def for_pipeline(accelerator: Accelerator, loader: DataLoader[Any], seed: int, part: int = 0, parts: int = 1) -> Any:
     """Returns the loader with the same batches in the same order on all ranks of a pipeline, which has one of parts."""
-    return _prepared(accelerator, loader, divided_by=parts, part=part, seed=shared_seed(accelerator))
+    return _prepared(accelerator, loader, divided_by=parts, part=part, seed=seed)
 
 
 def check_training(config: Settings) -> None:
@@ -135,6 +162,9 @@ def _prepared(
 
     It draws no global random numbers, so that a run that resumes within an epoch draws as many as an uninterrupted one.
     """
+    order = sampler_of(loader)
+    if seed is not None and not isinstance(order, RandomSampler) and hasattr(order, "generator"):
+        loader = with_order(loader, SeededSampler(order, _seed_of(order, seed)))
     generator = loader.generator
     whole = divided_by == 1
     own = accelerator.process_index if part is None else part
@@ -155,9 +185,17 @@ def _prepared(
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
     loader.generator = generator
+    if not isinstance(order, WorkQueueBatches):  # which counts its epochs itself
+        prepared = counting_epochs(prepared)
     mark_prepared(prepared)
     add_prepared_loader(accelerator, prepared)
     return prepared
+
+
+def _seed_of(sampler: Any, seed: int) -> int:
+    """Returns the seed of the user's own generator, rank 0's on all ranks; without one, ``seed``."""
+    own = sampler.generator.initial_seed() if isinstance(sampler.generator, torch.Generator) else seed
+    return int(broadcast_object_list([own])[0])
 
 
 def shared_seed(accelerator: Accelerator) -> int:

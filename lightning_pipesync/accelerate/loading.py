@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_pipesync.accelerate import loaders
 from lightning_pipesync.accelerate.elastic import ElasticLoader, divided_anew
+from lightning_pipesync.accelerate.epochs import rest_of_epoch
 from lightning_pipesync.accelerate.joining import JoiningAccelerator
 from lightning_pipesync.accelerate.private import add_prepared_loader, is_prepared, mark_prepared
 from lightning_pipesync.data.loaders import num_batches
@@ -40,7 +41,7 @@ class LoadingAccelerator(JoiningAccelerator):
         if self._loader_is_for_training:
             return self.prepare_train_loader(data_loader)
         if self._synchronizes and self._pipelined is not None and not is_prepared(data_loader):
-            return loaders.for_pipeline(self, data_loader)
+            return loaders.for_pipeline(self, data_loader, loaders.shared_seed(self))
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def prepare_train_loader(self, data_loader: DataLoader[Any]) -> Any:
@@ -64,18 +65,19 @@ class LoadingAccelerator(JoiningAccelerator):
             )
         if self._synchronizes and (plugin := self._pipelined) is not None:
             config = cast("PipelineSettings", plugin.config)
-            return loaders.for_pipeline(self, data_loader, *config.data_part(self.process_index, self.num_processes))
+            part = config.data_part(self.process_index, self.num_processes)
+            return loaders.for_pipeline(self, data_loader, self._shared_seed(), *part)
         if (plugin := self._synced) is None:
             return self.prepare_data_loader(data_loader)
         if self.is_job:
-            seed = loaders.shared_seed(self)
-            counted = divided_anew(self, data_loader, plugin.config, seed, self._end_if_left)
+            counted = divided_anew(self, data_loader, plugin.config, loaders.shared_seed(self), self._end_if_left)
             prepared: Any = self.elastic_loader_type(counted, self.join)
             mark_prepared(prepared)
             add_prepared_loader(self, prepared)
             self._meet_others()
         else:
-            prepared = loaders.for_training(self, data_loader, plugin.config, lambda: self._training_data)
+            seed = self._shared_seed()
+            prepared = loaders.for_training(self, data_loader, plugin.config, lambda: self._training_data, seed)
         self._train_loader = prepared
         return prepared
 
@@ -99,9 +101,13 @@ class LoadingAccelerator(JoiningAccelerator):
             return dataloader.skip_first_batches(num_batches)
         if loaders.uses_work_queue(dataloader):  # the queue resumes where it was
             return dataloader
-        return super().skip_first_batches(dataloader, num_batches)
+        return rest_of_epoch(dataloader, num_batches)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _shared_seed(self) -> int:
+        self.data_seed = loaders.shared_seed(self)
+        return self.data_seed
 
     @property
     def batches_per_step(self) -> int:

@@ -7,12 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from typing_extensions import override
 
-from lightning_pipesync.accelerate import checkpoint
+from lightning_pipesync.accelerate.checkpoint import RankStates, load_models, read_rank_states, save_rank_states
 from lightning_pipesync.accelerate.elastic import elastic_loaders
 from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
@@ -30,6 +30,8 @@ class SavingAccelerator(WatchedAccelerator):
     """An Accelerator that consolidates the weights before they are saved."""
 
     pipesync: PipeSyncPlugin | None
+    warns_of_own_weights: ClassVar[bool] = True  # where a model is unwrapped that may be saved next
+    data_seed: int | None = None  # of the order of the training data, once its loader is prepared
     _sessions: Sessions
 
     @abstractmethod
@@ -79,7 +81,7 @@ class SavingAccelerator(WatchedAccelerator):
         if isinstance(model, SyncedModule):
             if model.method is not None:
                 model.method.synchronize()
-                if model.method.diverged:
+                if model.method.diverged and self.warns_of_own_weights:
                     warnings.warn(
                         "unwrap_model() has returned a model with the weights of this process alone. Before they are "
                         "saved or evaluated, call accelerator.wait_for_everyone() on all processes.",
@@ -118,16 +120,14 @@ class SavingAccelerator(WatchedAccelerator):
         With ``checkpoint_replicas=False`` nothing is written.
         """
         wanted = self.pipesync is None or self.pipesync.config.checkpoint_replicas
-        checkpoint.save_rank_states(
-            folder,
-            self._sessions.methods if wanted else [],
-            "" if self.pipesync is None else self.pipesync.method,
-            self.process_index,
-            self.num_processes,
-            prepared_models(self),
+        states = RankStates(
+            [method.state_dict() for method in self._sessions.methods] if wanted else [],
             [loader.state_dict() for loader in elastic_loaders(self)],
             None if self.scaler is None else self.scaler.state_dict(),
+            self.data_seed,
         )
+        name = "" if self.pipesync is None else self.pipesync.method
+        save_rank_states(folder, states, name, self.process_index, self.num_processes, prepared_models(self))
 
     @override
     def load_state(
@@ -147,7 +147,7 @@ class SavingAccelerator(WatchedAccelerator):
             for file in sorted(Path(folder).glob("*")):
                 check_undamaged(file)
             if not shards_by_fsdp2(self) and any(map(is_sharded, models)):  # of which Accelerate loads whole ones only
-                checkpoint.load_models(models, folder)
+                load_models(models, folder)
                 models.clear()
 
         hook = self.register_load_state_pre_hook(before_loading)
@@ -170,10 +170,18 @@ class SavingAccelerator(WatchedAccelerator):
         if self.pipesync is None or not methods:
             return
         transport, name, config = methods[0].transport, self.pipesync.method, self.pipesync.config
-        saved = checkpoint.read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
+        saved = read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
         for method, state in zip(methods, saved.methods, strict=False):
             method.load_state_dict(state)
         for loader, place in zip(elastic_loaders(self), saved.places, strict=False):
             loader.load_state_dict(place)
         if self.scaler is not None and saved.scaler is not None:
             self.scaler.load_state_dict(saved.scaler)
+        if None not in (saved.data_seed, self.data_seed) and saved.data_seed != self.data_seed and self.is_main_process:
+            warnings.warn(
+                "The training data have another order than in the run that is resumed: its seed was "
+                f"{saved.data_seed}, and is {self.data_seed} now. To go on at the same batch, pass "
+                f"DataLoaderConfiguration(data_seed={saved.data_seed}), or call set_seed() before loaders are prepared "
+                "in both runs.",
+                stacklevel=2,
+            )

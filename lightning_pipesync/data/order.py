@@ -40,11 +40,13 @@ def replaceable_order(
     world_size: int,
     seed: int | None = None,
     drop_last: bool = False,
+    divided: bool = False,
 ) -> DistributedSampler[Any] | None:
     """Returns the order of ``loader`` as a ``DistributedSampler``, if it is one that ``settings`` may replace.
 
     That is a ``DistributedSampler`` itself, or with ``seed`` torch's order of a map-style data set, shuffled or not.
-    Any other order is the user's, and stays: rank 0 warns if ``settings.partition`` has no effect on it.
+    Any other order is the user's, and stays: rank 0 warns if ``settings.partition`` has no effect on it. ``divided``:
+    the framework divides its batches among the ranks.
     """
     order, iterable = sampler_of(loader), isinstance(loader.dataset, IterableDataset)
     if type(order) is DistributedSampler and not iterable:
@@ -53,9 +55,12 @@ def replaceable_order(
         shuffle = type(order) is RandomSampler
         return DistributedSampler(loader.dataset, world_size, rank, shuffle, seed, drop_last)
     if settings.partition != "defdp" and rank == 0 and not isinstance(order, SelDPSampler):
+        remains = "which itself has to give each rank data of its own"
+        if divided:
+            remains = "whose batches are divided among the ranks, and which must have the same order on all of them"
         warnings.warn(
-            f"partition={settings.partition!r} has no effect on a loader with {order_in_words(loader)}, which itself "
-            "has to give each rank data of its own. Set partition='defdp' to say so.",
+            f"partition={settings.partition!r} has no effect on a loader with {order_in_words(loader)}, {remains}. Set "
+            "partition='defdp' to say so.",
             stacklevel=4,
         )
     return None

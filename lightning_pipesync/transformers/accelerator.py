@@ -20,6 +20,7 @@ class TrainersAccelerator(PipeSyncAccelerator):
     """
 
     elastic_loader_type = StepsLoader
+    warns_of_own_weights = False  # with label smoothing the Trainer unwraps its model in each step, to read its class
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
