@@ -10,7 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor, nn
 
 from tests.case_table import Outcomes, launch_cases
@@ -155,6 +160,32 @@ class KeepingSwa(Swa):
         super().on_train_end(trainer, pl_module)
         mean = nn.utils.parameters_to_vector(self._average_model.parameters())
         assert torch.equal(nn.utils.parameters_to_vector(pl_module.parameters()), mean)
+
+
+def resumed_swa(folder: Path, strategy: str) -> list[Tensor]:
+    """The final weights of four epochs, and of the last two resumed from the end of the second."""
+    found = []
+    for epochs, path in ((4, None), (2, None), (4, "last.ckpt")):
+        model, saver = (
+            Network(batch_norm=False),
+            ModelCheckpoint(folder / f"{epochs}", save_last=True, every_n_epochs=1),
+        )
+        chosen = make_strategy({"name": strategy})
+        run = trainer(chosen, 2, folder, callbacks=[Swa(), saver], enable_checkpointing=True, max_epochs=epochs)
+        run.fit(model, train_loader(), ckpt_path=None if path is None else folder / "2" / path)
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    return [found[0], found[2]]
+
+
+def test_a_stochastic_average_that_is_resumed_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    """And that of the uninterrupted run: at the beginning of an epoch SWA reads the consolidated weights."""
+    cases = {name: partial(resumed_swa, tmp_path / name, name) for name in ("selsync", "local_sgd")}
+    outcomes = launch_cases(cases, 2, init=False)
+    for name in cases:
+        (whole, resumed), (other, also) = outcomes[name]
+        assert torch.equal(whole, other), name
+        assert torch.equal(resumed, also), name
+        assert torch.equal(whole, resumed), name
 
 
 @pytest.fixture(scope="module")

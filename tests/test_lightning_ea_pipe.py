@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,14 @@ def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
         "16-mixed": (Bad(""), {}, {"plugins": [scaling()]}),
         "loader's iterator": (Fetching(), {}, {}),
         "split": (Bad(""), {"split": (1, 2)}, {}),
+        "train_time_interval": (
+            Bad(""),
+            {},
+            {
+                "callbacks": [ModelCheckpoint(directory, monitor="loss", train_time_interval=timedelta(hours=1))],
+                "enable_checkpointing": True,
+            },
+        ),
     }
     found = {}
     for words, (model, settings, options) in cases.items():
@@ -322,9 +331,28 @@ def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(trained: Outcomes
         assert_refused(outcomes)
 
 
+class Overriding(Bad):
+    """Overrides what a pipeline does itself."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.kind == "skips" and batch_idx % 2:
+            optimizer_closure()
+            return
+        if self.kind == "again":
+            optimizer.step(closure=lambda: (optimizer_closure(), optimizer_closure())[1])
+            return
+        optimizer.step(closure=optimizer_closure)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.kind != "clips":
+            super().configure_gradient_clipping(optimizer, *args, **kwargs)
+
+
 def fit_wrongly(directory: Path, kind: str) -> tuple[str, str] | None:
-    run = trainer(EAPipeStrategy(module="model", split=(2,), timeout_s=20), 2, directory, max_epochs=1)
-    return raised(lambda: run.fit(Bad(kind), train_loader()))
+    strategy = EAPipeStrategy(module="model", split=(2,), timeout_s=20)
+    run = trainer(strategy, 2, directory, max_epochs=1, gradient_clip_val=0.5 if kind == "clips" else None)
+    make = Overriding if kind in ("skips", "again", "clips") else Bad
+    return raised(lambda: run.fit(make(kind), train_loader()))
 
 
 @pytest.mark.parametrize(
@@ -335,6 +363,9 @@ def fit_wrongly(directory: Path, kind: str) -> tuple[str, str] | None:
         ("twice", "called 2 times"),
         ("penalty", "on another stage"),
         ("nothing", "must return a loss"),
+        ("skips", "without a step of the optimizer"),
+        ("again", "twice in a step"),
+        ("clips", "has left it out"),
     ],
 )
 def test_a_step_that_does_not_fit_is_named(kind: str, words: str, tmp_path: Path) -> None:
@@ -345,6 +376,37 @@ def test_a_step_that_does_not_fit_is_named(kind: str, words: str, tmp_path: Path
     for outcome in outcomes:
         assert outcome[0] == "RuntimeError"
         assert words in outcome[1] or "at fault" in outcome[1]
+
+
+class Estimating(Classifier):
+    """Has a schedule over all steps, and a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.estimated = MulticlassAccuracy(2), 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        _, x, y = batch
+        output = self.model(x)
+        self.accuracy(output, y)
+        self.log("accuracy", self.accuracy)
+        return nn.functional.cross_entropy(output, y)
+
+    def configure_optimizers(self) -> Any:
+        self.estimated = self.trainer.estimated_stepping_batches
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def estimate(directory: Path) -> tuple[float, bool]:
+    """The steps that are estimated before the method is there; and whether the metric is synchronized afterwards."""
+    model = Estimating()
+    trainer(make_strategy(split_on()), 2, directory, max_epochs=2).fit(model, train_loader())
+    return model.estimated, bool(model.accuracy.sync_on_compute and model.accuracy._to_sync)
+
+
+def test_what_is_asked_before_a_fit_and_found_after_it(tmp_path: Path) -> None:
+    """All ranks see all 64 samples, in batches of 4."""
+    assert launch(estimate, 2, tmp_path, init=False) == [(32, True)] * 2
 
 
 # --- regressions ------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
 from lightning_pipesync import ParameterServerStrategy
@@ -131,6 +132,41 @@ def save_often(folder: Path) -> tuple[int, int]:
 def test_a_checkpoint_every_few_steps_where_some_ranks_make_an_update(folder: Path) -> None:
     for steps, saved in launch(save_often, 3, folder / "often", init=False):
         assert saved == steps // 2 > 1
+
+
+def validate_late(folder: Path) -> list[int]:
+    """Of three ranks any two make an update; with seven batches of each, one gradient is left over in an epoch."""
+    strategy = ParameterServerStrategy(policy="k_async", k=2, timeout_s=30)
+    fitting = trainer(strategy, 3, folder, max_epochs=2, check_val_every_n_epoch=2, limit_train_batches=5)
+    module = Classifier()
+    fitting.fit(module, train_loader(), val_loader())
+    return [fitting.global_step, len(module.validated_with)]
+
+
+def test_a_validation_that_makes_its_loaders_late_waits_for_no_gradient(folder: Path) -> None:
+    assert launch(validate_late, 3, folder / "late", init=False) == [[10, 1]] * 3
+
+
+def agree(folder: Path) -> dict[str, tuple[str, str] | None]:
+    """What has all ranks agree after each batch."""
+    cases: dict[str, dict[str, Any]] = {
+        "Trainer(max_time=...)": {"max_time": {"hours": 1}},
+        "train_time_interval": {
+            "callbacks": [ModelCheckpoint(folder, train_time_interval=timedelta(hours=1))],
+            "enable_checkpointing": True,
+        },
+        "search for a learning rate": {"callbacks": [LearningRateFinder()]},
+    }
+    found = {}
+    for words, options in cases.items():
+        fitting = trainer(ParameterServerStrategy(), 2, folder, **options)
+        found[words] = raised(partial(fitting.fit, Classifier(), train_loader()))
+    return found
+
+
+def test_what_would_make_ranks_wait_after_each_batch_is_refused(folder: Path) -> None:
+    for outcome in launch(agree, 2, folder, init=False):
+        assert_refused(outcome)
 
 
 def validate_by_the_clock(folder: Path) -> tuple[str, str] | None:

@@ -35,6 +35,9 @@ class JoiningMixin(ShardedModuleMixin):
         method.hand_over(**{f"scheduler{number}": one for number, one in enumerate(schedulers)})
 
     def join(self) -> None:
+        """See the base class; where a run resumes, other callbacks find the consolidated weights next."""
+        if self._place is None and self._checkpoint_step is not None and self.attached.resumes_with_own_weights:
+            self.flush()
         if self._place is not None:
             self._place.check()
             self._until_teardown.enter_context(no_warning_about_resuming())

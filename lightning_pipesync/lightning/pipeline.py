@@ -31,7 +31,7 @@ from lightning_pipesync.lightning.pipelined import (
 )
 from lightning_pipesync.lightning.private import (
     check_trainer,
-    keep_local,
+    kept_local,
     run_hooks_before_step,
     saves_now,
     without_rank,
@@ -60,6 +60,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     config: PipelineSettings
     _completes = True
     _num_evaluated = 0
+    _num_closures: int | None = None  # that a step has run; None: none is under way
+    _was_clipped = False  # in this update
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         self.setup_precision_plugin()
         broadcast_rng_state(self.broadcast)
         for metric in metrics_of(module):
-            keep_local(metric)  # only rank 0 updates it
+            self._until_teardown.enter_context(kept_local(metric))  # only rank 0 updates it
         method = cast("type[PipelineMethod]", METHODS[self.name])
         clips_by_norm = self._fitting and trainer.gradient_clip_algorithm in (None, "norm")
         self.method = method(
@@ -121,7 +123,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """All ranks see the samples of their pipeline, in the same order; in evaluation all samples."""
-        part, count = self.attached.data_part if self._trainer.training else (0, 1)
+        whole = not self._trainer.training
+        part, count = (0, 1) if whole else self.config.data_part(self.global_rank, self.world_size)
         return {"num_replicas": count, "rank": part}
 
     @override
@@ -145,6 +148,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
 
     @override
     def training_step(self, batch: Any, *args: Any) -> Any:
+        self._check_closure()
         step, trainer = self._module.training_step, self._trainer
         results: list[Any] = []
 
@@ -184,19 +188,43 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     ) -> Any:
         self._add_callback(self._trainer, first=False)
         mark_stepped(optimizer)  # the first steps of a stage only fill the pipeline
-        return closure()
+        self._num_closures = 0
+        try:
+            return closure()
+        finally:
+            self._num_closures = None
+
+    def _check_closure(self) -> None:
+        """Raises a RuntimeError where ``optimizer_step`` of the user's leaves out a step, or runs a closure again."""
+        if not self._completes:
+            return
+        if self._num_closures is None or self._num_closures > 0:
+            raise RuntimeError(
+                f"optimizer_step of {type(self._module).__name__} has run the closure "
+                f"{'without a step of the optimizer' if self._num_closures is None else 'twice in a step'}. A pipeline "
+                "updates its stages once in each step: call optimizer.step(closure=optimizer_closure) once for each "
+                "batch, or accumulate by Trainer(accumulate_grad_batches=...)."
+            )
+        self._num_closures += 1
 
     def after_backward(self, optimizer: Optimizer) -> None:
         """Does nothing: a pipeline averages no gradients."""
 
     def _update(self) -> None:
-        optimizer = self.optimizers[0]
+        optimizer, norm = self.optimizers[0], self.attached.config.clip_norm
+        self._was_clipped = False
         run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
+        if norm is not None and not self._was_clipped:
+            raise RuntimeError(
+                f"A pipeline clips by the norm that Trainer(gradient_clip_val={norm!r}) sets in every update, and "
+                f"configure_gradient_clipping of {type(self._module).__name__} has left it out: do not override it, or "
+                "leave out gradient_clip_val."
+            )
         self.attached.step(unwrapped(optimizer).step)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Only checks the norm: the method clips by that over all stages, after the backward pass of all of them."""
-        norm = self.attached.config.clip_norm
+        self._was_clipped, norm = True, self.attached.config.clip_norm
         if clip_val != norm:
             raise RuntimeError(
                 f"A pipeline clips by the norm that Trainer(gradient_clip_val={norm!r}) sets, "

@@ -18,7 +18,13 @@ from torchmetrics import Metric
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.fabric.private import scaler_of
 from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
-from lightning_pipesync.lightning.private import accumulate, accumulated, show_metrics, shown_metrics
+from lightning_pipesync.lightning.private import (
+    accumulate,
+    accumulated,
+    check_monitored_times,
+    show_metrics,
+    shown_metrics,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -47,6 +53,7 @@ def check_training(trainer: Trainer, precision: Precision, name: str) -> None:
             "precision='16-mixed' scales the loss, and the mini-batches in flight would have different loss scales: "
             "set precision='bf16-mixed' or '32-true'."
         )
+    check_monitored_times(trainer, name)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if any(cls.__name__ in AVERAGING for cls in type(callback).__mro__):
             raise ValueError(

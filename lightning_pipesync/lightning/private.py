@@ -44,6 +44,40 @@ def check_clocks(trainer: Trainer) -> None:
         )
 
 
+def check_agreements(trainer: Trainer, name: str) -> None:
+    """Checks that nothing has all ranks agree after each batch, where they do not wait for each other."""
+    used = {
+        "Trainer(max_time=...)": any(_is_lightnings(one, "Timer") for one in vars(trainer)["callbacks"]),
+        "ModelCheckpoint(train_time_interval=...)": any(map(_saves_by_time, _model_checkpoints(trainer))),
+        "The search for a learning rate": any(
+            _is_lightnings(one, kind)
+            for one in vars(trainer)["callbacks"]
+            for kind in ("LearningRateFinder", "_LRCallback")
+        ),
+    }
+    for what, is_used in used.items():
+        if is_used:
+            raise ValueError(
+                f"{what} has all ranks agree after each batch, and with strategy={name!r} and this policy they do not "
+                "wait for each other: some would wait there for a rank that needs their gradients. Count steps or "
+                "epochs instead, or set policy='sync'."
+            )
+
+
+def _saves_by_time(callback: Any) -> bool:
+    require(callback, "_train_time_interval")
+    return callback._train_time_interval is not None
+
+
+def check_monitored_times(trainer: Trainer, name: str) -> None:
+    """Checks that no ModelCheckpoint compares, at a time, what only one rank has logged then."""
+    if any(callback.monitor is not None and _saves_by_time(callback) for callback in _model_checkpoints(trainer)):
+        raise ValueError(
+            "ModelCheckpoint(monitor=..., train_time_interval=...) compares a metric at a time that nobody foresees, "
+            f"and with strategy={name!r} only rank 0 has it then: leave out one of them, or save every so many steps."
+        )
+
+
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Makes ``mesh`` the ``device_mesh`` of a module, which ``configure_model`` reads."""
     require(module, "_device_mesh")
@@ -61,9 +95,9 @@ def check_uneven_batches(trainer: Trainer) -> None:
         "Trainer(limit_train_batches=...)": trainer.limit_train_batches != 1,
     }
     for callback in _model_checkpoints(trainer):
-        require(callback, "_every_n_train_steps", "_train_time_interval")
+        require(callback, "_every_n_train_steps")
         counted["ModelCheckpoint(every_n_train_steps=...)"] = callback._every_n_train_steps > 0
-        counted["ModelCheckpoint(train_time_interval=...)"] = callback._train_time_interval is not None
+        counted["ModelCheckpoint(train_time_interval=...)"] = _saves_by_time(callback)
     for name, used in counted.items():
         if used:
             raise ValueError(
@@ -284,10 +318,16 @@ def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
     metric._update_count, metric._computed = updates, None
 
 
-def keep_local(metric: Metric) -> None:
-    """Disables the synchronization of a metric across ranks."""
+@contextmanager
+def kept_local(metric: Metric) -> Iterator[None]:
+    """Context manager in which a metric is not synchronized across ranks."""
     require(metric, "sync_on_compute", "_to_sync")
+    before = metric.sync_on_compute, metric._to_sync
     metric.sync_on_compute = metric._to_sync = False
+    try:
+        yield
+    finally:
+        metric.sync_on_compute, metric._to_sync = before
 
 
 def without_rank(loader: DataLoader[Any]) -> None:

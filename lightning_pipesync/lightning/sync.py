@@ -25,6 +25,7 @@ from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
 from lightning_pipesync.lightning.joining import JoiningMixin
 from lightning_pipesync.lightning.private import (
+    check_agreements,
     check_trainer,
     check_uneven_batches,
     has_swa,
@@ -43,6 +44,9 @@ from lightning_pipesync.training.session import MethodPlan
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+
+#: The name of the barrier at which a validation begins, before the hook of that name.
+VALIDATION_LOADERS = "val_dataloader()"
 
 #: What this rank's weights are if a flush has found that ranks hold different ones.
 RIGHT_OR_WRONG = "those of rank 0, right or wrong, as the ranks hold different ones: resume from an earlier checkpoint"
@@ -79,6 +83,8 @@ class SyncStrategyMixin(JoiningMixin):
         self._check(module, self.optimizers)
         self.method = method = self._plan.attach(module, self.optimizers)
         self._prepare_to_join(method)
+        if not method.in_lockstep:
+            check_agreements(trainer, self.name)
         if not method.in_lockstep or self.config.partition == "work_queue":
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         if self.config.partition == "work_queue":
@@ -233,6 +239,13 @@ class SyncStrategyMixin(JoiningMixin):
         if self.method is not None and not self._interrupted:
             self.method.flush()
             self._flushed_to_save = False
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks: before a validation makes its loaders, also for those that need others' gradients."""
+        if name == VALIDATION_LOADERS and self.method is not None and not self.method.in_lockstep:
+            self.flush()
+        super().barrier(name)
 
     def resume(self) -> None:
         if self.method is not None:

@@ -14,9 +14,11 @@ class FrameworkHooks:
 
     Attributes:
         applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, once it is reduced.
+        resumes_with_own_weights: whether this rank's own weights are in the module after ``load_state_dict``.
     """
 
     applies_grad: ClassVar[bool] = True
+    resumes_with_own_weights: ClassVar[bool] = False
 
     @property
     def in_lockstep(self) -> bool:

@@ -123,6 +123,8 @@ class ReplicaMethod(SyncMethod):
             "ElasticReplicaMethod in place of ReplicaMethod, or leave lighthouse out."
         )
 
+    resumes_with_own_weights = True
+
     @property
     def same_optimizer_states(self) -> bool:
         return False
