@@ -117,7 +117,7 @@ class DeARLab(LabEntry):
             all_reduces = [2 * half_seconds(cluster, topology, size) for size in sizes]
             by_side.append(profile.seconds_with_all_reduces(ready, all_reduces))
         settings = {**_settings(bucket_mb, topology), "low_rank": LOW_RANK}
-        why, variant = "averages low-rank factors of the gradients", f"low_rank={LOW_RANK}"
+        why, variant = "low-rank factors of the gradients: worse with AdamW", f"low_rank={LOW_RANK}"
         return Prediction(self.name, settings, fmean(by_side), exact=False, why=why, variant=variant)
 
 
