@@ -53,9 +53,6 @@ def for_training(
 
     Iterable data sets and the user's own samplers and batch samplers keep the order that Accelerate gives them, with a
     warning if ``partition="seldp"``. The ``seed`` is the same on all ranks.
-
-    Raises:
-        ValueError: the ranks have different numbers of batches.
     """
     if config.partition == "work_queue":
         number = len(prepared_loaders(accelerator))
@@ -63,23 +60,6 @@ def for_training(
         if isinstance(batches := sampler_of(ordered), WorkQueueBatches):
             batches.ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
             return _prepared(accelerator, ordered, divided_by=1)
-    prepared = _in_order(accelerator, loader, config, find_data, seed)
-    numbers = gather_object([num_batches(prepared)])
-    if len(set(numbers)) > 1:
-        raise ValueError(
-            f"The ranks have {', '.join(map(str, numbers))} training batches in an epoch, and all ranks of a method "
-            "must take the same number of steps: leave out even_batches=False, or set drop_last=True."
-        )
-    return prepared
-
-
-def _in_order(
-    accelerator: Accelerator,
-    loader: DataLoader[Any],
-    config: Settings,
-    find_data: Callable[[], TrainingData],
-    seed: int,
-) -> Any:
     if config.partition != "seldp" and config.injection is None:
         return _divided(accelerator, loader, seed)
     num_samples = _batch_size(accelerator, loader, config.injection)
@@ -101,6 +81,16 @@ def _in_order(
     if config.injection is None:
         return prepared
     return InjectedLoader(prepared, find_data, accelerator.device if accelerator.device_placement else None)
+
+
+def check_even(prepared: Any) -> None:
+    """Raises a ValueError if the ranks have different numbers of training batches; a collective call."""
+    numbers = gather_object([num_batches(prepared)])
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            f"The ranks have {', '.join(map(str, numbers))} training batches in an epoch, and all ranks of a method "
+            "must take the same number of steps: leave out even_batches=False, or set drop_last=True."
+        )
 
 
 def _batch_size(accelerator: Accelerator, loader: DataLoader[Any], injection: tuple[float, float] | None) -> int | None:

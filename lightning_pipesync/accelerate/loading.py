@@ -54,8 +54,9 @@ class LoadingAccelerator(JoiningAccelerator):
         divide it anew, see :class:`ElasticLoader`.
 
         Raises:
-            ValueError: the data set has fewer samples than there are ranks, or data injection is set and the loader has
-                no batches; or the replicas are jobs, and a setting of the loaders excludes that.
+            ValueError: the data set has fewer samples than there are ranks, or these have different numbers of batches;
+                data injection is set and the loader has no batches; or the replicas are jobs, and a setting of the
+                loaders excludes that.
         """
         self._loader_checked, self._loader_is_for_training = True, False
         if is_prepared(data_loader):
@@ -78,6 +79,8 @@ class LoadingAccelerator(JoiningAccelerator):
         else:
             seed = self._shared_seed()
             prepared = loaders.for_training(self, data_loader, plugin.config, lambda: self._training_data, seed)
+            if not loaders.uses_work_queue(prepared):
+                loaders.check_even(prepared)
         self._train_loader = prepared
         return prepared
 
