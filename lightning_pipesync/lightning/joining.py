@@ -36,13 +36,13 @@ class JoiningMixin(ShardedModuleMixin):
 
     def join(self) -> None:
         """See the base class; where a run resumes, other callbacks find the consolidated weights next."""
-        if self._place is None and self._checkpoint_step is not None and self.attached.resumes_with_own_weights:
-            self.flush()
         if self._place is not None:
             self._place.check()
             self._until_teardown.enter_context(no_warning_about_resuming())
             begin_next_epoch(self._trainer)
             self.attached.join()
+        elif self._checkpoint_step is not None and self.attached.resumes_with_own_weights:
+            self.flush()
 
     def _handle_sigterm(self, number: int, frame: Any) -> bool:
         return self.method is not None and self.method.handle_sigterm(number, frame)

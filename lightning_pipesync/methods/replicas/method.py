@@ -59,6 +59,7 @@ class ReplicaMethod(SyncMethod):
     )
 
     updates_by_own_steps = True
+    resumes_with_own_weights = True
 
     config: ReplicaSettings
 
@@ -122,8 +123,6 @@ class ReplicaMethod(SyncMethod):
             f"lighthouse={self.config.lighthouse!r} has no effect on {type(self).__name__}: let it inherit from "
             "ElasticReplicaMethod in place of ReplicaMethod, or leave lighthouse out."
         )
-
-    resumes_with_own_weights = True
 
     @property
     def same_optimizer_states(self) -> bool:
