@@ -31,12 +31,16 @@ def test_groups_are_destroyed_before_the_interpreter_ends(last: str, is_open: bo
 
 
 THREADS = """
-import atexit, os
+import atexit, os, time
 threads = lambda: [open(f"/proc/self/task/{{each}}/comm").read().strip() for each in os.listdir("/proc/self/task")]
 atexit.register(lambda: print("at the end:", threads()))
 import torch
 from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
 torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+for _ in range(1000):  # a thread names itself, once it runs
+    if "gloo" in threads():
+        break
+    time.sleep(0.01)
 print("before:", threads())
 parameter = torch.nn.Parameter(torch.ones(1))
 torch.optim.SGD([parameter], 0.1)  # imports much of torch
