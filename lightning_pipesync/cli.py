@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # for the user's modules: a console script begins without it
     if arguments is None:
         arguments = sys.argv[1:]
-        if arguments[:1] == ["netlab"] or any(word.partition("=")[0] == "--rate" for word in arguments):
+        emulates = arguments[:1] == ["netlab"] or any(word.partition("=")[0] == "--rate" for word in arguments)
+        if emulates and "RANK" not in os.environ:  # a launcher's ranks would lose the network of their hosts
             from lightning_pipesync.lab.netlab.user_namespace import enter_user_namespace
 
             enter_user_namespace()
@@ -224,6 +225,10 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
         options, command = words[:cut], words[cut + 1 :]
     if options[:1] == ["plan"]:
         options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
+        followed = zip(options, [*options, ""][1:], strict=False)
+        options = [
+            "--json=true" if word == "--json" and after not in ("true", "false") else word for word, after in followed
+        ]
     if options[:1] == ["drill"]:
         options = with_lists(options, Drill)
     if options[:1] == ["bench"] and options[1:2] and not options[1].startswith("-"):

@@ -60,7 +60,7 @@ def fit(folder: Path, plans: bool) -> Tensor:
 def fit_both(folder: Path) -> tuple[Tensor, Tensor, str]:
     """Returns the weights with and without a plan, and the plan read again, where the same methods are registered."""
     planned, plain = (fit(folder, plans) for plans in (True, False))
-    return planned, plain, as_markdown(*read_plan(folder / "plan.json", None, None))
+    return planned, plain, as_markdown(*read_plan(folder / "plan.json"))
 
 
 def test_a_run_makes_its_own_plan_and_goes_on(trained: Outcomes, folder: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_run_makes_its_own_plan_and_goes_on(trained: Outcomes, folder: Path) -
     for planned, plain, read_again in trained["planned"]:
         assert torch.equal(planned, plain)
         assert (folder / "planned" / "plan.md").read_text() == read_again
-    work, cluster, _ = read_plan(folder / "planned" / "plan.json", None, None)
+    work, cluster, _ = read_plan(folder / "planned" / "plan.json")
     assert cluster.world_size == 2
     network = Classifier()
     assert sum(tensor.num_bytes for tensor in work.profile.tensors) == 4 * sum(p.numel() for p in network.parameters())

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_pipesync.cli import main
@@ -21,28 +18,21 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
-from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.method_candidate import MethodCandidate, lab_of
-from lightning_pipesync.lab.bench.models import BenchModel, stand_in
+from lightning_pipesync.lab.bench.method_candidate import lab_of
+from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.step import predict_ddp
-from lightning_pipesync.lab.plan import trials
-from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.netlab import user_namespace
 from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, fastest, predict
-from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result, read_plan
-from lightning_pipesync.lab.plan.stand_ins import with_refusals
-from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns, to_prove
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.lab import half_seconds
 from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients, P, Q
 from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
-from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
-from tests.case_table import launch_cases
 from tests.commands import environment, run_together
 from tests.harness import launch
 from tests.own_methods import OWN
@@ -311,109 +301,38 @@ def test_a_model_that_cannot_be_measured_has_no_plan(
     assert not (tmp_path / "plan").exists()
 
 
-class Failing(Candidate):
-    """Fails in its first step, on all ranks."""
-
-    def step(self) -> None:
-        raise RuntimeError("no way")
-
-
-class FailingLater(MethodCandidate):
-    """Fails in the third step that is timed."""
-
-    _left: int | None = None
-
-    def drain(self) -> None:
-        super().drain()
-        self._left = 4 if self._left is None else self._left  # one of them begins a measurement
-
-    def step(self, batch: Any = None) -> None:
-        if self._left == 0:
-            raise RuntimeError("no way")
-        self._left = None if self._left is None else self._left - 1
-        super().step(batch)
+@pytest.mark.parametrize("words", [["plan"], ["bench", "step"]])
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([*words, "--output", str(tmp_path / "file" / "plan")]) == 2
+    assert (
+        f"output={str(tmp_path / 'file' / 'plan')!r} cannot be written to: Not a directory." in capsys.readouterr().err
+    )
 
 
-def prove(later_on: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """The second method fails on some ranks in a step that is timed, or on all in its first one."""
-    chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"}), Prediction("pipe_sgd")]
-    make = trials.candidate_of
-
-    def candidate(one: Prediction, model: BenchModel, replicas: Replicas) -> Candidate:
-        if one is chosen[1] and not later_on:
-            return Failing("", model)
-        made = make(one, model, replicas)
-        if one is chosen[1] and dist.get_rank() in later_on:
-            made.__class__ = FailingLater
-        return made
-
-    with patch.object(trials, "candidate_of", candidate):
-        return run_in_turns(chosen, PlanSettings("tests.test_plan:small_model", 1.0, 1.0, 2, 2), lambda _: None)
+def test_tasks_of_srun_do_not_plan_each_for_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "64")
+    assert main(["plan"]) == 2
+    assert "srun has started 64 tasks of this command" in (said := capsys.readouterr().err)
+    assert "srun --ntasks-per-node=1 torchrun" in said
 
 
-def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
-    """On all ranks alike, though on one of them it may be the other's error."""
-    outcomes = launch_cases({ranks: partial(prove, ranks) for ranks in ((), (0, 1), (1,))}, 2)
-    for measured in (measured for ranks in ((), (0, 1), (1,)) for measured in outcomes[ranks]):
-        assert list(measured) == ["ddp:bucket_mb=1.0", "dear:fusion=buffer", "pipe_sgd"]
-        assert list(measured["dear:fusion=buffer"]) == ["error"]
-        assert "no way" in measured["dear:fusion=buffer"]["error"]
-        assert len(measured["ddp:bucket_mb=1.0"]["seconds"]) == len(measured["pipe_sgd"]["seconds"]) == 2
-    for ranks in ((0, 1), (1,)):
-        first, second = outcomes[ranks]
-        assert first["dear:fusion=buffer"] == second["dear:fusion=buffer"]
-    for measured in outcomes[()]:
-        assert measured["dear:fusion=buffer"] == {"error": "RuntimeError: no way"}
-        size = 4 * (64 * 64 + 64 + 64 + 1)
-        assert 3 * size < measured["ddp:bucket_mb=1.0"]["resident_bytes"] < measured["pipe_sgd"]["resident_bytes"]
-        assert measured["pipe_sgd"]["resident_bytes"] < 12 * size
-
-
-def test_ddp_and_dear_are_also_proven_with_larger_buckets() -> None:
-    """DDP with its default, DeAR with four times as large ones, and each method that is not exact once."""
-    chosen = to_prove(predict(WORK, cluster(1e7)), lambda one: True)
-    assert [one.method for one in chosen] == ["ddp", "ddp", "dear", "dear", "local_sgd", "selsync"]
-    assert chosen[0].settings["bucket_mb"] < chosen[1].settings["bucket_mb"] == 25
-    assert chosen[3].settings["bucket_mb"] >= 4 * chosen[2].settings["bucket_mb"]
-    assert chosen[4].seconds <= chosen[5].seconds
-
-
-def test_the_next_best_is_run_where_one_cannot() -> None:
-    """Of exact methods and of the others; DDP has no next."""
-    predictions = [one for one in predict(WORK, cluster(1e7)) if one.method != "averaging"]  # another test's
-    first = to_prove(predictions, lambda one: True)
-    second = to_prove(predictions, lambda one: one not in (first[2], first[4]))
-    assert [one.method for one in second] == ["ddp", "ddp", "dear", "local_sgd", "selsync"]
-    assert second[2] is first[3]
-    assert second[3].seconds >= first[4].seconds
-    without = to_prove(predictions, lambda one: one.method not in ("ddp", "local_sgd"))
-    assert [one.method for one in without] == ["dear", "dear", "selsync", "pipe_sgd"]
-
-
-def refused_by(num_layers: int) -> tuple[dict[str, str], list[str]]:
-    """What methods refuse for a model of so many layers; and what is predicted and cannot be attached."""
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
-    at = replace(cluster(1e7, 2), exchanges={"averages": dict.fromkeys(("none", "int8", "int4"), LinkCost(1e-3, 1e-7))})
-    work = with_refusals(WORK, at, module)
-    failed = []
-    for one in predict(work, at):
-        try:
-            candidate_of(one, stand_in(module)).close()
-        except ValueError as error:
-            failed.append(str(error))
-    return dict(work.refused), failed
-
-
-def test_what_a_method_refuses_is_not_planned() -> None:
-    """Two layers cannot be averaged in four fragments, whatever the period."""
-    outcomes = launch_cases({layers: partial(refused_by, layers) for layers in (2, 4)}, 2)
-    assert outcomes[4] == [({}, [])] * 2
-    for refused, failed in outcomes[2]:
-        assert failed == []
-        assert refused
-        for name, reason in refused.items():
-            assert "fragments=4" in name
-            assert "fragments=4 is more than the 2 layers" in reason
+@pytest.mark.parametrize("words", [["plan"], ["bench", "step"]])
+def test_a_launchers_ranks_have_no_emulated_links(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(user_namespace, "enter_user_namespace", lambda: pytest.fail("it has no way to the others"))
+    monkeypatch.setattr("sys.argv", ["pipesync", *words, "--rate", "1gbit"])
+    assert main() == 2
+    assert "1gbit: these links are of an emulated network, and a launcher has started this rank" in (
+        " ".join(capsys.readouterr().err.split())
+    )
 
 
 def test_plans_under_torchrun_and_reads_the_plan_again(
@@ -428,7 +347,7 @@ def test_plans_under_torchrun_and_reads_the_plan_again(
     written = (tmp_path / "plan.md").read_text()
     for name in METHODS.keys() - OWN:
         monkeypatch.delitem(METHODS, name)  # other tests have registered it in this process
-    assert written == as_markdown(*read_plan(tmp_path / "plan.json", None, None))
+    assert written == as_markdown(*read_plan(tmp_path / "plan.json"))
     (result,) = json.loads((tmp_path / "plan.json").read_text())["results"]
     work, at, _ = of_result(result)
     assert sum(tensor.num_bytes for tensor in work.profile.tensors) == 4 * (64 * 64 + 64 + 64 + 1)

@@ -18,7 +18,8 @@ from lightning_pipesync.core.work import MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.models.networks import bert_base, bert_large, resnet50
 from lightning_pipesync.lab.bench.models.table import ModelTable
 from lightning_pipesync.lab.plan.predictions import fastest, predict
-from lightning_pipesync.lab.plan.saved import changes_since, latency_of
+from lightning_pipesync.lab.plan.report import as_markdown
+from lightning_pipesync.lab.plan.saved import Elsewhere, changes_since, latency_of, read_plan
 from lightning_pipesync.lab.plan.work import slow_ranks, slowest
 from lightning_pipesync.methods.dear.lab import step_seconds
 from tests.test_plan import MIB, PROFILE, WORK, by_method, cluster
@@ -159,6 +160,59 @@ def test_a_plan_for_another_latency_says_so(tmp_path: Path, capsys: pytest.Captu
     ):
         assert main(["plan", *map(str, words)]) == 2
         assert message in capsys.readouterr().err
+
+
+# --- what is saved of it ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A plan of 4 hosts, in which DDP was run."""
+    saved = {**result(1e8, ddp=[0.1]), "findings": [], "codecs": {}, "changes": [], "links": None}
+    saved["predictions"] = [asdict(one) for one in predict(WORK, cluster(1e8))]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"kind": "plan", "results": [saved]}))
+    return path
+
+
+def test_a_plan_for_other_hosts_is_saved_with_its_own_predictions(
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed, or compared with a training, is of those hosts; others still follow from what was measured."""
+    before, folder = measured.read_text(), tmp_path / "far"
+    words = ["plan", "--from", str(measured), "--hosts", "64", "--rate", "25gbit"]
+    assert main([*words, "--output", str(folder)]) == 0
+    assert main([*words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out.partition("plan.png.\n")[2])
+    assert printed == json.loads((folder / "plan.json").read_text())
+    there = cluster(1e8).with_hosts(64).with_bandwidth(25e9 / 8)
+    assert printed["results"][0]["predictions"] == json.loads(json.dumps([asdict(one) for one in predict(WORK, there)]))
+    assert printed["results"][0]["measured"] == {}
+    assert as_markdown(*read_plan(folder / "plan.json")) == (folder / "plan.md").read_text()
+    elsewhere = Elsewhere(hosts=8, ddp_all_reduce="tree")
+    for one, other in zip(read_plan(folder / "plan.json", elsewhere), read_plan(measured, elsewhere), strict=True):
+        assert one == other
+    assert main([*words, "--output", str(tmp_path)]) == 2
+    assert "has the plan.json that is read, and what was measured" in capsys.readouterr().err
+    assert measured.read_text() == before
+
+
+@pytest.mark.parametrize("option", ["--model=tests.test_plan:small_model", "--rounds=5", "--ranks_per_replica=2"])
+def test_what_says_how_to_measure_is_refused_where_nothing_is_measured(
+    measured: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--from", str(measured), option]) == 2
+    assert f"{option[2:].partition('=')[0]}=" in (said := capsys.readouterr().err)
+    assert "with --from nothing is measured" in said
+
+
+def test_a_network_of_the_backends_own_is_no_faster_than_its_links() -> None:
+    """Plain TCP over 10 Gbit/s beside NCCL over InfiniBand, with 200 Gbit/s, on a cluster with 400 Gbit/s."""
+    at = cluster(1.25e9)
+    at = replace(at, backend=replace(at.backend, beta=1 / 25e9))
+    faster = at.with_bandwidth(50e9)
+    assert faster.backend.beta == 1 / 50e9
+    assert faster.halves.beta < at.halves.beta
 
 
 # --- a second plan ----------------------------------------------------------------------------------------------------

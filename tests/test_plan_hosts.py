@@ -47,15 +47,28 @@ NAMES = ["host 0", "host 1", "host 2", "host 3"]
             [
                 "The ranks are in 2 racks (0, 1; 2, 3): 240 Mbit/s between them, 960 Mbit/s within.",
                 "ranks_per_replica=2",
+                "torus_columns=2",
             ],
         ),
+        (
+            lambda a, b: a % 2 != b % 2,
+            3e7,
+            ["The ranks are in 2 racks (0, 2; 1, 3): 240 Mbit/s between them", "numbered rack by rack"],
+        ),
     ],
-    ids=["host", "direction", "racks"],
+    ids=["host", "direction", "racks", "racks in turns"],
 )
 def test_what_is_slow_is_named(is_slow: Any, slow: float, words: list[str]) -> None:
     (found,) = outliers(links(lambda a, b: slow if is_slow(a, b) else 1.2e8), NAMES)
     assert found.startswith(words[0])
     assert all(word in found for word in words)
+
+
+def test_strategies_for_racks_are_not_recommended_for_racks_of_other_sizes() -> None:
+    speed = links(lambda a, b: 3e7 if (a < 2) != (b < 2) else 1.2e8, 5)
+    (found,) = outliers(speed, [f"host {rank}" for rank in range(5)])
+    assert "2 racks (0, 1; 2, 3, 4)" in found
+    assert "Strategy" not in found
 
 
 def test_a_slow_pair_is_named() -> None:

@@ -23,7 +23,7 @@ from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import enough_bandwidth, predict
 from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.report import as_markdown
-from lightning_pipesync.lab.plan.saved import of_result, read_plan
+from lightning_pipesync.lab.plan.saved import Elsewhere, of_result, read_plan
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from tests.bench_runs import assert_pictures
 from tests.case_table import Outcomes, launch_cases
@@ -52,6 +52,14 @@ def test_every_method_is_predicted_beside_hsdp() -> None:
     whole = by_method(predict(WORK, cluster(1e8)))
     for method in set(found) - {"hsdp"}:
         assert found[method].seconds == whole[method].seconds, "what a rank sends is its own shard"
+
+
+def test_no_torus_is_planned_which_replicas_in_shards_refuse() -> None:
+    for hosts in (4, 8, 64):
+        settings = [one.settings for one in predict(WORK, replace(between(1e8), has_trees=False).with_hosts(hosts))]
+        assert {one["topology"] for one in settings if "topology" in one} == set()
+        whole = [one.settings for one in predict(WORK, cluster(1e8).with_hosts(hosts))]
+        assert "torus2d" in {one.get("topology") for one in whole}
 
 
 def test_on_a_gpu_the_all_reduces_of_hsdp_run_under_the_backward_pass() -> None:
@@ -105,7 +113,7 @@ def test_the_plan_says_hsdp_and_what_to_type(tmp_path: Path) -> None:
     assert_pictures(tmp_path, "plan")
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"kind": "plan", "results": [result]}))
-    _, faster, _ = read_plan(path, None, "6.4gbit")
+    _, faster, _ = read_plan(path, Elsewhere(rate="6.4gbit"))
     assert faster.host_bandwidth == pytest.approx(8e8)
     hsdp = [one for one in predict(work, faster) if one.method == "hsdp"]
     assert verdict_of(hsdp, {}).sentences[0].startswith("Nothing is surely ahead of HSDP:")

@@ -48,6 +48,9 @@ class MeasuredCost(LinkCost):
         return seconds * float(np.interp(math.log(max(1.0, num_bytes)), np.log(sizes), factors))
 
 
+#: What is so many times as fast as plain TCP has another network.
+OTHER_NETWORK = 2
+
 #: Of an all-reduce; ``auto``: the one that the backend chooses.
 Algorithm = Literal["auto", "ring", "tree"]
 
@@ -144,6 +147,12 @@ class Cluster:
         """Bytes per second of a host's link, which its ranks share."""
         return self.ranks_per_replica * self.bandwidth
 
+    @property
+    def other_bandwidth(self) -> float | None:
+        """Bytes per second that a rank sends at least in the backend's all-reduce, if over another network than TCP."""
+        beta = _most_of_another_network(self.backend, 1 / self.bandwidth)
+        return None if beta is None else 1 / beta
+
     def with_hosts(self, number: int) -> Cluster:
         if number == self.world_size:
             return self
@@ -156,13 +165,16 @@ class Cluster:
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """Returns the same hosts with other links, in bytes per second; what the processors do takes as long.
 
-        ``bandwidth`` is that of a host, which its ranks share.
+        ``bandwidth`` is that of a host, which its ranks share. What is much faster than plain TCP was measured over
+        another network, such as NCCL's: of its links, ``bandwidth`` is taken to be the whole cost of a byte.
         """
         bandwidth /= self.ranks_per_replica
 
         def changed(link: L, codec: str) -> L:
             compression = self._compression(codec)
             before, after = 1 / (compression * self.bandwidth), 1 / (compression * bandwidth)
+            if _most_of_another_network(link, before) is not None:
+                return replace(link, beta=after)
             processing = max(0.0, link.beta - before)
             return replace(link, beta=processing + min(link.beta, before) / before * after)
 
@@ -225,6 +237,12 @@ def compression_of(codec: str | Codec, world_size: int) -> float:
     numel, codec = 2**20, get_codec(codec)
     ratio = 4 * numel / codec.wire_bytes(numel, torch.float32)
     return ratio * 2 / world_size if codec.gathered else ratio
+
+
+def _most_of_another_network(link: LinkCost, on_wire: float) -> float | None:
+    """Returns the largest beta that was measured, if it is much less than the seconds of a byte by plain TCP."""
+    beta = link.beta + _finite(link.beta_error)
+    return beta if 0 < beta < on_wire / OTHER_NETWORK else None
 
 
 def _finite(error: float) -> float:

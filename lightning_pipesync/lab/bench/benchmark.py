@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning_pipesync.lab.bench.job import Hosts, launched, run_job
-from lightning_pipesync.lab.bench.tables import environment, show, write_results
+from lightning_pipesync.lab.bench.tables import check_folder, environment, show, write_results
 from lightning_pipesync.lab.bench.worker import Measure
 from lightning_pipesync.lab.netlab.options import LinkOptions
 
@@ -46,6 +46,8 @@ class Command(ABC):
 
     def run(self) -> None:
         """Measures, writes the results and the pictures, and prints the tables."""
+        if on_first_rank():
+            check_folder(self.output)  # an error now, not after all measurements
         if results := self.results():
             show(self.write(results))
             print(f"Results and pictures: {self.output}")
@@ -119,6 +121,11 @@ def make_hosts(counts: Sequence[int], links: LinkOptions) -> list[Hosts]:
 
 def run_on(measure: Measure, settings: Any, all_hosts: Sequence[Hosts], num_measurements: int) -> list[dict[str, Any]]:
     """Measures on each number of hosts, with a progress bar; returns nothing on a launcher's ranks but the first."""
+    if launched() and (given := all_hosts[0].links.in_words()):
+        raise ValueError(
+            f"{given}: these links are of an emulated network, and a launcher has started this rank, on hosts with "
+            "links of their own. Leave them out, or the launcher."
+        )
     results = []
     for hosts in all_hosts[:1] if launched() else all_hosts:
         with progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:
@@ -129,6 +136,11 @@ def run_on(measure: Measure, settings: Any, all_hosts: Sequence[Hosts], num_meas
     return results
 
 
+def on_first_rank() -> bool:
+    """Returns whether no launcher has started this process, or as its first rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def progress_bar(name: str, total: int) -> Iterator[Progress]:
     """Shows a progress bar on the first rank; yields a function to call with a description after each part."""
@@ -137,7 +149,6 @@ def progress_bar(name: str, total: int) -> Iterator[Progress]:
 
     shown = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
     columns = (progress.TextColumn(name), *shown, progress.TextColumn("{task.description}"))
-    on_first_rank = os.environ.get("RANK", "0") == "0"
-    with progress.Progress(*columns, console=Console(stderr=True), disable=not on_first_rank) as bar:
+    with progress.Progress(*columns, console=Console(stderr=True), disable=not on_first_rank()) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)

@@ -39,8 +39,19 @@ class Hosts:
 
 
 def launched() -> bool:
-    """Returns whether a launcher (torchrun, Slurm, ``pipesync netlab``) has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Returns whether a launcher (torchrun, ``pipesync netlab``) has started this process as a rank.
+
+    ValueError if ``srun`` has started it, which sets other variables than torch's: each task would plan for itself.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
+        raise ValueError(
+            f"srun has started {tasks} tasks of this command, which would not know of each other. Start torchrun once "
+            "on each node, with its number of GPUs: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES "
+            "--nproc-per-node=... --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29400 -m lightning_pipesync ..."
+        )
+    return False
 
 
 def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[str], object]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from lightning_pipesync.core.files import replacing
@@ -76,6 +77,17 @@ def _width_of_table(lines: Sequence[str]) -> int:
     """Returns the width of a Markdown table as it is printed: with two blanks between columns, and one at each end."""
     columns = zip(*(line[2:-2].split(" | ") for line in lines), strict=True)
     return sum(max(len(cell) for cell in column) + 2 for column in columns) + 2
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError if results could not be written to a folder, which may be missing; nothing is created."""
+    folder = folder.absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    try:
+        with TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"output={str(folder)!r} cannot be written to: {error.strerror}.") from error
 
 
 def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: str) -> None:

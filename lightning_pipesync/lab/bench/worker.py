@@ -39,7 +39,6 @@ def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object])
     """Runs a benchmark as the rank of the environment; returns the result on rank 0."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     exchange_facts(store, rank, world_size)
-    torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
     cuda = getattr(settings, "device", "cpu") == "cuda"
     if cuda:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -72,6 +71,7 @@ def main(measure: str, settings_type: str, settings: str, methods: str, result: 
         METHODS[method.name] = method
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()}
     chosen = resolve_name(settings_type)(**values)
+    torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
     measured = run_rank(resolve_name(measure), chosen, lambda text: print(PROGRESS + text, flush=True))
     if measured is not None:
         Path(result).write_text(json.dumps(measured))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from lightning_pipesync.core.cluster import Algorithm
+from lightning_pipesync.core.cluster import Algorithm, Cluster
+from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.plan.model import PlanSettings
 
@@ -44,53 +46,19 @@ class Plan(PlanSettings, LinkOptions):
     def run(self) -> None:
         """Plans, writes the plan, and prints it."""
         # Imported here because they are slow to import.
-        from lightning_pipesync.lab.bench import benchmark
-        from lightning_pipesync.lab.bench.job import launched
         from lightning_pipesync.lab.bench.tables import write_results
-        from lightning_pipesync.lab.plan.measure import measure_plan
         from lightning_pipesync.lab.plan.picture import draw
         from lightning_pipesync.lab.plan.report import as_markdown
-        from lightning_pipesync.lab.plan.saved import changes_since, of_result, read_plan
-        from lightning_pipesync.lab.plan.trials import PROVEN
 
-        if self.ranks_per_replica > 1 and self.from_file is not None:
-            raise ValueError(
-                f"ranks_per_replica={self.ranks_per_replica} is that of the earlier plan, with --from: leave it out."
-            )
-        if self.ranks_per_replica > 1 and not launched():
-            raise ValueError(
-                f"ranks_per_replica={self.ranks_per_replica} needs a launcher that starts as many ranks on each host: "
-                "torchrun --nnodes 2 --nproc-per-node 2 ... -m lightning_pipesync plan, on emulated hosts within "
-                "pipesync netlab, see docs/plan.md."
-            )
-        if self.latency is not None and self.from_file is None:
-            raise ValueError(
-                f"latency={self.latency!r} is for other links than were measured, with --from. In an emulated network, "
-                "it is the delay."
-            )
         output = self.output
         if self.from_file is not None:
-            if listed := self.listed_beside_rate():
-                raise ValueError(
-                    f"{listed}: with --from nothing is measured in an emulated network. Leave it out; rate and latency "
-                    "are those of other links."
-                )
-            work, cluster, result = read_plan(self.from_file, self.hosts, self.rate, self.latency)
-            cluster = cluster.with_algorithm(self.ddp_all_reduce)
-            self._check_algorithm(cluster.world_size == result["world_size"])
+            found: tuple[Work, Cluster, dict[str, Any]] | None = self._read(self.from_file)
         else:
-            self._check_algorithm(is_measured=True)
-            settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
-            num_measurements = 2 + (self.rounds + 1) * (2 + 2 * PROVEN) * (self.rounds > 0)
-            all_hosts = benchmark.make_hosts([self.hosts or 2], self)
-            results = benchmark.run_on(measure_plan, settings, all_hosts, num_measurements)
-            if not results:
-                return  # another rank has them
-            if error := results[0].get("error"):
-                raise ValueError(f"model={self.model!r} cannot be measured, so that there is no plan. {error}")
             output = output or Path("outputs/plan")
-            work, cluster, result = of_result(results[0])
-            result["changes"] = changes_since(output / "plan.json", result)
+            found = self._measured(output)
+        if found is None:
+            return  # another rank has it
+        work, cluster, result = found
         text, saved = as_markdown(work, cluster, result), {"kind": "plan", "results": [result]}
         if output is not None:
             write_results(output, "plan", saved, text)
@@ -99,6 +67,61 @@ class Plan(PlanSettings, LinkOptions):
             print(json.dumps(saved))
         else:
             print(text + (f"\nIn {output}: plan.json, plan.md, plan.png." if output else ""))
+
+    def _measured(self, output: Path) -> tuple[Work, Cluster, dict[str, Any]] | None:
+        """Measures, and returns the plan; None on the ranks of a launcher other than the first."""
+        from lightning_pipesync.lab.bench import benchmark
+        from lightning_pipesync.lab.bench.job import launched
+        from lightning_pipesync.lab.bench.tables import check_folder
+        from lightning_pipesync.lab.plan.measure import measure_plan
+        from lightning_pipesync.lab.plan.saved import changes_since, of_result
+        from lightning_pipesync.lab.plan.trials import PROVEN
+
+        if self.ranks_per_replica > 1 and not launched():
+            raise ValueError(
+                f"ranks_per_replica={self.ranks_per_replica} needs a launcher that starts as many ranks on each host: "
+                "torchrun --nnodes 2 --nproc-per-node 2 ... -m lightning_pipesync plan, on emulated hosts within "
+                "pipesync netlab, see docs/plan.md."
+            )
+        if self.latency is not None:
+            raise ValueError(
+                f"latency={self.latency!r} is for other links than were measured, with --from. In an emulated network, "
+                "it is the delay."
+            )
+        self._check_algorithm(is_measured=True)
+        settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
+        num_measurements = 2 + (self.rounds + 1) * (2 + 2 * PROVEN) * (self.rounds > 0)
+        all_hosts = benchmark.make_hosts([self.hosts or 2], self)
+        if benchmark.on_first_rank():
+            check_folder(output)  # an error now, not after all measurements
+        results = benchmark.run_on(measure_plan, settings, all_hosts, num_measurements)
+        if not results:
+            return None
+        if error := results[0].get("error"):
+            raise ValueError(f"model={self.model!r} cannot be measured, so that there is no plan. {error}")
+        work, cluster, result = of_result(results[0])
+        return work, cluster, {**result, "changes": changes_since(output / "plan.json", result)}
+
+    def _read(self, earlier: Path) -> tuple[Work, Cluster, dict[str, Any]]:
+        """Returns an earlier plan, for other hosts and links if they are given."""
+        from lightning_pipesync.lab.plan.saved import Elsewhere, read_plan
+
+        if listed := self.listed_beside_rate():
+            raise ValueError(
+                f"{listed}: with --from nothing is measured in an emulated network. Leave it out; rate and latency "
+                "are those of other links."
+            )
+        given = {field.name: getattr(self, field.name) for field in fields(PlanSettings)}
+        if own := [f"{name}={value!r}" for name, value in given.items() if value != getattr(PlanSettings, name)]:
+            raise ValueError(f"{', '.join(own)}: with --from nothing is measured. Leave it out: {earlier} has its own.")
+        if self.output is not None and (self.output / "plan.json").resolve() == earlier.resolve():
+            raise ValueError(
+                f"output={str(self.output)!r} has the plan.json that is read, and what was measured: choose another."
+            )
+        elsewhere = Elsewhere(self.hosts, self.rate, self.latency, self.ddp_all_reduce)
+        work, cluster, result = read_plan(earlier, elsewhere)
+        self._check_algorithm(cluster.world_size == result["world_size"])
+        return work, cluster, result
 
     def _check_algorithm(self, is_measured: bool) -> None:
         if is_measured and self.ddp_all_reduce != "auto":

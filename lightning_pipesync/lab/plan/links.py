@@ -105,8 +105,8 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
         value = median(speed[a, b] for a in rest[0] for b in rest[1])
         listed = "; ".join(", ".join(map(str, rack)) for rack in rest)
         found.append(
-            f"The ranks are in {len(rest)} racks ({listed}): {rate(value)} between them, {rate(best)} within. Made for "
-            f"that, and not run here: {', '.join(_made_for_racks(len(rest[0])))}."
+            f"The ranks are in {len(rest)} racks ({listed}): {rate(value)} between them, {rate(best)} within. "
+            + _advice_for(rest, len(names))
         )
     pairs = sorted((a, b) for a, b in slow if a < b and any(a in rack and b in rack for rack in rest))
     found += [f"{names[a]} and {names[b]}: {rate(speed[a, b])}, where others have {rate(best)}." for a, b in pairs]
@@ -122,6 +122,16 @@ def several_connections(bandwidth: float, ranks_per_replica: int = 1) -> list[st
         f"One TCP connection carries {rate(bandwidth)}, {CONNECTIONS} carry {rate(several)}: let Gloo open several, "
         "as docs/launching.md says, GLOO_SOCKET_IFNAME=eth0,eth0 with your interface."
     ]
+
+
+def _advice_for(racks: Sequence[Sequence[int]], num_ranks: int) -> str:
+    """Returns what to do about thin uplinks: strategies that take neighbors together need racks of neighbors."""
+    if [rank for rack in racks for rank in rack] != list(range(num_ranks)) or len(set(map(len, racks))) > 1:
+        return (
+            "What was made for that takes as many ranks of each rack, numbered rack by rack: docs/topologies.md, and "
+            "ranks_per_replica in docs/local_sgd.md."
+        )
+    return f"Made for that, and not run here: {', '.join(_made_for_racks(len(racks[0])))}."
 
 
 def _made_for_racks(ranks_per_rack: int) -> Iterator[str]:

@@ -40,6 +40,7 @@ from lightning_pipesync.lab.plan.predictions import is_baseline, predict
 from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
+from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.lab.plan.trials import Trials, gathered, to_prove
 from lightning_pipesync.lab.plan.work import measure_work, slow_ranks, slowest
 from lightning_pipesync.training.registry import METHODS
@@ -124,6 +125,7 @@ def plan_for(
             *(outliers(links, names) if links is not None else ()),
             *several_connections(cluster.bandwidth, cluster.ranks_per_replica),
             *slow_ranks(everyones, names, baseline.seconds),
+            *_other_network(cluster),
             *_idle_gpu(device),
         ],
         "links": None if links is None else asdict(links),
@@ -165,6 +167,15 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
     kind = (replicas.ranks_per_replica, device.type != "cpu")
     measured = Cluster(replicas.number, bandwidth, *costs, *kind)
     return gathered(measured)[0]  # the same predictions on all ranks
+
+
+def _other_network(cluster: Cluster) -> list[str]:
+    if (bandwidth := cluster.other_bandwidth) is None:
+        return []
+    return [
+        f"The backend's all-reduce carries {rate(cluster.ranks_per_replica * bandwidth)}, where plain TCP has "
+        f"{rate(cluster.host_bandwidth)}: it has another network. With --from, --rate is that of this network."
+    ]
 
 
 def _idle_gpu(device: torch.device | str) -> list[str]:

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.cluster import Algorithm, Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.netlab.units import bits_per_second, parse_delay
 from lightning_pipesync.lab.plan import text
+from lightning_pipesync.lab.plan.predictions import predict
 
 #: Less than this share of a value, or than what it varied by between two rounds, is no change.
 NO_CHANGE = 0.05
 
 
-def read_plan(
-    path: Path, hosts: int | None, rate: str | None, latency: str | None = None
-) -> tuple[Work, Cluster, dict[str, Any]]:
+@dataclass(frozen=True)
+class Elsewhere:
+    """For which hosts and links a plan is, where they are not those that were measured.
+
+    ``latency`` is one way, from a host to another one. ``ddp_all_reduce`` is the algorithm with which DDP is predicted.
+    """
+
+    hosts: int | None = None
+    rate: str | None = None
+    latency: str | None = None
+    ddp_all_reduce: Algorithm = "auto"
+
+
+def read_plan(path: Path, elsewhere: Elsewhere | None = None) -> tuple[Work, Cluster, dict[str, Any]]:
     """Returns work, cluster and result of the plan in a ``plan.json``, for other hosts or links if given.
+
+    If the saved plan is of other hosts than were measured, the result is for those; what is given replaces them all.
+    The result's ``planned_for`` and ``predictions`` are those of the cluster that is returned.
 
     Raises:
         ValueError: the file is not a plan, or there are fewer than 2 hosts, or the latency is malformed, or was not
@@ -36,23 +52,27 @@ def read_plan(
             f"{path} is not the plan.json of an earlier plan of this version: {type(error).__name__}: {error}. Make "
             "one with pipesync plan --output FOLDER."
         ) from error
-    if hosts is not None:
+    if elsewhere in (None, Elsewhere()):
+        elsewhere = Elsewhere(**result.get("planned_for", {}))
+    if elsewhere == Elsewhere():
+        return work, cluster, result
+    if (hosts := elsewhere.hosts) is not None:
         if hosts < 2:
             raise ValueError(f"hosts={hosts!r}: a plan needs at least 2.")
-        cluster, result = cluster.with_hosts(hosts), {**result, "measured": {}}
-    if rate is not None:
-        cluster, result = (
-            cluster.with_bandwidth(bits_per_second(rate) / 8),
-            {**result, "measured": {}},
-        )
-    if latency is not None:
+        cluster = cluster.with_hosts(hosts)
+    if elsewhere.rate is not None:
+        cluster = cluster.with_bandwidth(bits_per_second(elsewhere.rate) / 8)
+    if (latency := elsewhere.latency) is not None:
         seconds, measured = parse_delay("latency", latency), latency_of(result)
         if measured is None:
             raise ValueError(
                 f"latency={latency!r}: {path} does not have the latency of its links, which is not measured of "
                 "replicas in shards. Leave it out."
             )
-        cluster, result = cluster.with_latency(seconds, measured), {**result, "measured": {}}
+        cluster = cluster.with_latency(seconds, measured)
+    cluster = cluster.with_algorithm(elsewhere.ddp_all_reduce)
+    predictions = [asdict(one) for one in predict(work, cluster)]
+    result |= {"planned_for": asdict(elsewhere), "predictions": predictions, "measured": {}}
     return work, cluster, result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.torch_private import is_dtensor
+from lightning_pipesync.core.torch_private import is_dtensor, store_of
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import ddp
 from lightning_pipesync.lab.bench.method_candidate import lab_of, make_candidate
@@ -86,19 +87,25 @@ def run_in_turns(
 
 
 class Trials:
-    """Steps of several methods, in turns."""
+    """Steps of several methods, in turns: all stay in memory. What does not fit beside the others is not run."""
 
     def __init__(self, settings: PlanSettings, replicas: Replicas = EACH_RANK) -> None:
         self._settings, self._replicas = settings, replicas
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._candidates: dict[str, Candidate] = {}
+        self._is_full = False
 
     def begin(self, one: Prediction) -> bool:
         """Takes the first steps with a method; returns whether all ranks could. A collective call."""
+        if self._is_full:
+            return False
         torch.manual_seed(0)
         before = resident_bytes()
         candidate, error = _try(one, self._settings, self._replicas)
-        failed = next(filter(None, gathered(error)), None)  # all ranks go on with the same ones
+        failed = _first_of_all(one.name, error)  # all ranks go on with the same ones
+        if failed is not None and failed.startswith(torch.OutOfMemoryError.__name__) and self._candidates:
+            self._is_full = True
+            failed = f"does not fit in memory beside {len(self._candidates)} others, which are run in turns: {failed}"
         if candidate is not None and failed is None:
             self._candidates[one.name] = candidate
             self._outcomes[one.name] = {"resident_bytes": resident_bytes() - before}
@@ -133,7 +140,7 @@ class Trials:
 
         def after(name: str) -> None:
             attempt(name, lambda candidate: candidate.drain())
-            failed = next(filter(None, gathered(errors.get(name))), None)
+            failed = _first_of_all(name, errors.get(name))
             if failed is not None and name not in errors:
                 candidates[name].close()
             if failed is not None:
@@ -171,6 +178,27 @@ def _try(one: Prediction, settings: PlanSettings, replicas: Replicas) -> tuple[C
             candidate.close()  # which tells the others
         return None, _described(error)
     return candidate, None
+
+
+def _first_of_all(name: str, error: str | None) -> str | None:
+    """Returns the error of the first rank that has one; a collective call.
+
+    A method of this package tells all ranks that one has failed. In another library's collective operation they wait.
+    So a rank that has failed enters the collective call only when all others are out of the trial, or have failed, too.
+
+    Raises:
+        RuntimeError: they are not, after :data:`TIMEOUT_S`.
+    """
+    assert dist.group.WORLD is not None
+    world_size, store = dist.get_world_size(), store_of(dist.group.WORLD)
+    key = f"trial/{name}/out/{store.add(f'trial/{name}/calls/{dist.get_rank()}', 1)}"
+    store.add(key, 1)
+    deadline = time.monotonic() + TIMEOUT_S
+    while error is not None and store.add(key, 0) < world_size:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{name} failed on rank {dist.get_rank()}, while other ranks wait in it: {error}")
+        time.sleep(0.01)
+    return next(filter(None, gathered(error)), None)
 
 
 def _described(error: Exception) -> str:

@@ -100,7 +100,7 @@ class DeARLab(LabEntry):
         return StandIn({"fusion": "buffer"}, waits=cluster.halves.all_reduce(num_bytes, cluster.world_size))
 
     def settings_for_racks(self, ranks_per_rack: int) -> Mapping[str, Any]:
-        return {"topology": "torus2d"}
+        return {"topology": "torus2d", "torus_columns": ranks_per_rack}
 
     def _predict(self, work: Work, cluster: Cluster, bucket_mb: float, topology: str) -> Prediction:
         seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, topology)
@@ -126,9 +126,10 @@ def _settings(bucket_mb: float, topology: str) -> dict[str, Any]:
 
 
 def topologies_of(cluster: Cluster) -> list[str]:
-    """Returns the values of ``topology`` that differ on so many hosts."""
+    """Returns the values of ``topology`` that differ on so many hosts; a torus is not one of replicas in shards."""
+    has_torus = cluster.ranks_per_replica == 1 and Torus.of(cluster.world_size) is not None
     several = cluster.world_size > 2 and cluster.has_trees
-    return ["flat", *["torus2d"] * (Torus.of(cluster.world_size) is not None), *["tree"] * several]
+    return ["flat", *["torus2d"] * has_torus, *["tree"] * several]
 
 
 def half_seconds(cluster: Cluster, topology: str, num_bytes: float) -> float:
