@@ -27,6 +27,11 @@ _EACH_STEP = {
     "dear:low_rank=4,low_rank_method=power_sgd": "DeAR, PowerSGD, rank 4",
     "dear:compression=fp8": "DeAR, fp8",
 }
+#: The same with fewer bits than fp8's.
+_FEW_BITS = {
+    "dear:compression=int4": "DeAR, int4",
+    "dear:compression=int2": "DeAR, int2",
+}
 #: Weights averaged in rounds.
 _ROUNDS = {
     _40_STEPS: "local SGD, period=40, Nesterov 0.5, int2",
@@ -48,7 +53,7 @@ _FAR = {
     _OVERLAPPED: "SparseLoCo, period=30, overlap_steps=4",
 }
 #: As the tables have them.
-_NAMES = OF_LOCAL_SGD | _EACH_STEP | _FAR | _WITH_MUON
+_NAMES = OF_LOCAL_SGD | _EACH_STEP | _FEW_BITS | _FAR | _WITH_MUON
 _CONVERGE = "python -m benchmarks.converge --hosts"
 _FRONT = " ".join([*_EACH_STEP, *_ROUNDS])
 _WAN = "--rate 20mbit --delay 40ms"
@@ -60,6 +65,11 @@ JOBS = (
         "low_communication_topics",
         f"{_CONVERGE} 4 --task topics --epochs 6 --evaluations 6 --seeds 0 1 2 3 4 --methods {_FRONT}",
         68,
+    ),
+    Job(
+        "low_communication_topics_few_bits",
+        f"{_CONVERGE} 4 --task topics --epochs 6 --evaluations 6 --seeds 0 1 2 --methods ddp {' '.join(_FEW_BITS)}",
+        25,
     ),
     Job(
         "low_communication_topics_muon",
@@ -82,8 +92,8 @@ JOBS = (
     Job(
         "low_communication_time",
         f"{_CONVERGE} 4 --task topics --rate 50mbit --steps 120 --evaluations 2 --seeds 0 1 2 "
-        f"--methods alone {' '.join(_EACH_STEP)}",
-        12,
+        f"--methods alone {' '.join([*_EACH_STEP, *_FEW_BITS])}",
+        15,
     ),
     Job(
         "low_communication_wan",
@@ -187,8 +197,8 @@ def _speeds(records: Sequence[Record]) -> str:
 
 
 _TRAINED = (
-    *("low_communication_topics", "low_communication_topics_long", "low_communication_topics_8_hosts"),
-    *("low_communication_topics_muon", "low_communication_tiny_llama"),
+    *("low_communication_topics", "low_communication_topics_few_bits", "low_communication_topics_long"),
+    *("low_communication_topics_8_hosts", "low_communication_topics_muon", "low_communication_tiny_llama"),
 )
 
 EXHIBITS: tuple[Exhibit, ...] = (
