@@ -78,6 +78,59 @@ def test_a_former_state_with_an_unused_residual_resumes() -> None:
     assert_pairs(on_ranks(stopped_and_resumed, 2, {"compression": "int8"}, True))
 
 
+def thawed_since_the_checkpoint(resumes: bool, thaws: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The first layer is trained only after a checkpoint (``thaws``), or only before it, as if by another job."""
+
+    def begin(seed: int) -> tuple[nn.Module, Optimizer, DeAR]:
+        model = seeded_mlp(seed)
+        optimizer = SGD(model[2].parameters(), lr=0.05, momentum=0.9)
+        if not thaws:
+            train_first(optimizer, model)
+        return model, optimizer, DeAR(model, optimizer, **{**SMALL, **settings})
+
+    def train_first(optimizer: Optimizer, model: nn.Module) -> None:
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
+
+    def stop_training_first(optimizer: Optimizer) -> None:
+        for parameter in optimizer.param_groups.pop()["params"]:
+            optimizer.state.pop(parameter, None)
+
+    def steps(numbers: range) -> None:
+        for number in numbers:
+            optimizer.zero_grad()
+            loss(model, number, dist.get_rank()).backward()
+            sync.step()
+
+    model, optimizer, sync = begin(0)
+    steps(range(4))
+    sync.flush()
+    if resumes:
+        saved = deepcopy((model.state_dict(), sync.optimizer_state_dict(), sync.state_dict()))
+        sync.detach()
+        model, optimizer, sync = begin(1)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    if thaws:
+        train_first(optimizer, model)
+    else:
+        stop_training_first(optimizer)
+    if resumes:
+        sync.load_state_dict(saved[2])
+    steps(range(4, 8))
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"update": "replicated"}, {"low_rank": 1}], ids=str)
+@pytest.mark.parametrize("thaws", [True, False], ids=["thaws", "freezes"])
+def test_a_checkpoint_of_other_parameters_resumes(thaws: bool, settings: dict[str, Any]) -> None:
+    """Those that the optimizer has now are trained, in new buckets, as if they had been added in the same run."""
+    expected = on_ranks(thawed_since_the_checkpoint, 2, False, thaws, settings)[0]
+    for weights in on_ranks(thawed_since_the_checkpoint, 2, True, thaws, settings):
+        assert_same(weights, expected)
+
+
 def written_from_outside(settings: dict[str, Any]) -> bool:
     """Weights that the user writes, in place or by other memory, are those that training goes on from."""
     run = Run(DeAR, partial(sgd, lr=1e-6), Backwards(), **{**SMALL, **settings})

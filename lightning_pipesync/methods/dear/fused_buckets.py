@@ -140,8 +140,11 @@ class FusedBuckets:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.release()
+        """Resumes from what :meth:`state_dict` returned; of other parameters, the next step makes buckets anew."""
+        self.reset(self._parameters)
         by_name = {parameter.name: parameter for parameter in self._parameters}
+        if set(state["ready"]) != by_name.keys():
+            return
         self._ready, self._needed = ([by_name[name] for name in state[order]] for order in ("ready", "needed"))
         self._set_buckets([[by_name[name] for name in names] for names in state["plan"]])
         for bucket, saved in zip(self.buckets, state["buckets"], strict=True):

@@ -311,6 +311,8 @@ class DeAR(SyncMethod):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded.
 
+        If the optimizers had other parameters then, buckets, search and residuals begin anew.
+
         Raises:
             ValueError: the state is of other settings, or of another number of ranks.
         """
@@ -323,7 +325,8 @@ class DeAR(SyncMethod):
         if self._has_new_parameters:
             self._set_parameters(self._agreed_parameters())
         self._fused.load_state_dict(state)
-        self._tuner.load_state_dict(state["tuner"])
+        if self._fused.buckets:  # otherwise the search is of other parameters, or has not begun
+            self._tuner.load_state_dict(state["tuner"])
         self._loaded.clear()
         self._policy.loaded = False  # before the residuals of the checkpoint
 
