@@ -131,6 +131,28 @@ def test_a_checkpoint_of_other_parameters_resumes(thaws: bool, settings: dict[st
         assert_same(weights, expected)
 
 
+def flushed_after_a_backward_pass(flushes: bool, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Rank 0 has started all reduce-scatters of a step when all are to wait; rank 1 has no gradient for the first."""
+    run = Run(DeAR, sgd, backwards(), **{**SMALL, "timeout_s": 10, **settings})
+    run.steps(range(3))
+    for number in range(3, 6):
+        run.optimizer.zero_grad()
+        used = run.model.head.bias.square() if dist.get_rank() else loss(run.model, number, 0)
+        used.sum().backward()
+        if flushes:
+            run.sync.flush()
+            run.sync.resume()
+        run.sync.step()
+    return run.end()
+
+
+@pytest.mark.parametrize("settings", [{}, {"update": "replicated", "bucket_mb": 1}, {"low_rank": 1}], ids=str)
+def test_ranks_that_have_begun_different_buckets_do_not_wait_for_each_other(settings: dict[str, Any]) -> None:
+    expected = on_ranks(flushed_after_a_backward_pass, 2, False, settings)[0]
+    for weights in on_ranks(flushed_after_a_backward_pass, 2, True, settings):
+        assert_same(weights, expected)
+
+
 def written_from_outside(settings: dict[str, Any]) -> bool:
     """Weights that the user writes, in place or by other memory, are those that training goes on from."""
     run = Run(DeAR, partial(sgd, lr=1e-6), Backwards(), **{**SMALL, **settings})

@@ -261,7 +261,10 @@ class DeAR(SyncMethod):
     def flush(self) -> None:
         """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""
         self.synchronize()
-        self._queue.wait_all()  # after a backward pass without a step: broadcasts do not overtake what it has started
+        started = self._backpipes[0]
+        if any(self.transport.exchange_flags(started.in_step).wait()):  # a backward pass without a step, on some rank
+            started.start_rest()
+        self._queue.wait_all()  # broadcasts do not overtake what it has started
         self._compare_loaded()
         self._compare_weights()
         self._broadcast_buffers()
