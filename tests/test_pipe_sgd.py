@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -350,6 +351,41 @@ def test_one_ranks_own_decision_to_skip_is_refused() -> None:
     assert_raised(outcome, "RuntimeError", "sync.reduce(scaler=scaler)")
     assert_raised(next_step, "RuntimeError", "An earlier step ended with an error")
     assert_raised(other, "RuntimeError", "rank 1")
+
+
+def clip_own(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+
+
+def replace_own(run: Run) -> None:
+    run.model[0].weight.grad = torch.zeros_like(run.model[0].weight)
+
+
+def add_to_own(run: Run) -> None:
+    with run.sync.no_sync():
+        loss(run.model, 5, dist.get_rank()).backward()
+
+
+def read_own(run: Run) -> None:
+    assert all(parameter.grad.norm() > 0 for parameter in run.model.parameters())
+
+
+def write_after_backward(write: Callable[[Run], None], settings: dict[str, Any]) -> tuple[str, str] | None:
+    run = Run(PipeSGD, **settings, timeout_s=10)
+    run.steps(range(3))
+    run.backward(3)
+    write(run)
+    error = raised(run.sync.step)
+    run.sync.detach()
+    return error
+
+
+@pytest.mark.parametrize("write", [clip_own, replace_own, add_to_own])
+def test_what_is_written_to_a_gradient_that_was_sent_is_refused(write: Callable[[Run], None]) -> None:
+    for error in on_ranks(write_after_backward, 2, write, {"pipeline_level": 2}):
+        assert_raised(error, "RuntimeError", "was written to", "or use pipeline_level=1")
+    assert on_ranks(write_after_backward, 2, write, {"pipeline_level": 1}) == [None, None]
+    assert on_ranks(write_after_backward, 2, read_own, {"pipeline_level": 2}) == [None, None]
 
 
 def test_what_would_part_the_ranks_is_refused() -> None:

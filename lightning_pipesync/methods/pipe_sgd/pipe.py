@@ -69,6 +69,9 @@ class GradientPipe(BackPipePolicy):
             self._in_grad = None
         self._started = GradientInFlight(self._layout, self._transport)
 
+    def started(self, index: int) -> None:
+        self.buckets[index].note_gradients()
+
     def outdated(self) -> None:
         raise RuntimeError(
             "pipeline_level=2 has sent this gradient already, and a further backward pass changes it: put all backward "
@@ -104,6 +107,7 @@ class GradientPipe(BackPipePolicy):
         In the first steps there is none: ``p.grad`` is then zero, and no update is made.
         """
         self._check()
+        self._check_written()
         gradient = self._start_all()
         self.predicted.forget()
         grad_is_reused = self._in_grad is not None  # the gradient was added to, and is a view of a buffer
@@ -208,6 +212,8 @@ class GradientPipe(BackPipePolicy):
         gradient, self._started = self._started, None
         self._backpipe.end_step()
         assert gradient is not None
+        for bucket in gradient.buckets:
+            bucket.forget_gradients()
         return gradient
 
     def _set_gradients(self, due: GradientInFlight, loss_scale: float) -> None:
@@ -226,6 +232,17 @@ class GradientPipe(BackPipePolicy):
                 "An earlier step ended with an error on this rank, and the other ranks may have taken it: detach, and "
                 "begin anew from a checkpoint."
             )
+
+    def _check_written(self) -> None:
+        for bucket in self.buckets:
+            if (written := bucket.written(through_views=False)) is not None:
+                raise RuntimeError(
+                    f"The gradient of {self.predicted.names[id(bucket.parameters[written])]} was written to after the "
+                    "backward pass, or by a further one under no_sync(). pipeline_level=2 has sent it by then: this "
+                    "would be lost. Clip by sync.clip() or gradient_clip_val, change a gradient in a hook on its "
+                    "parameter (Tensor.register_hook), make all passes but the last under no_sync(), or use "
+                    "pipeline_level=1."
+                )
 
     def _compensated(self, gradient: GradientInFlight, late: int) -> Hyperparameters:
         """Returns the hyper-parameters of the gradient's step, with a learning rate for being ``late`` updates late."""
