@@ -311,6 +311,27 @@ def test_nothing_remains_of_values_that_were_not_finite(low_rank_method: str, sp
 
 
 @pytest.mark.parametrize("low_rank_method", ALGORITHMS)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_step_within_autocast_multiplies_factors_as_one_without(
+    low_rank_method: str, memory_format: torch.memory_format
+) -> None:
+    def averaged(autocast: bool) -> list[Tensor]:
+        parameter = nn.Parameter(torch.zeros(12, 4, 3, 3).to(memory_format=memory_format))
+        settings = DeARConfig(low_rank=2, low_rank_method=low_rank_method)
+        gradients = LowRankGradients([NamedParameter("weight", parameter, "", (0, 0))], settings)
+        bucket, generator = LowRankBucket(gradients, [parameter], 1), torch.Generator().manual_seed(0)
+        views = [torch.randn(12, 4, 3, 3, generator=generator).to(memory_format=memory_format) for _ in range(4)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for view, round_ in product(views, range(bucket.num_rounds)):
+                bucket.start(round_, [view], [True])
+                bucket.finish(round_, [view])
+        return [*views, gradients.state_dict()["weight"]["residual"]]
+
+    for one, other in zip(averaged(autocast=True), averaged(autocast=False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("low_rank_method", ALGORITHMS)
 def test_a_matrix_that_is_used_in_turns_is_trained_in_all_directions(low_rank_method: str) -> None:
     """As that of one of two heads, every other step: a factor of zeros would leave the next one the first columns."""
     parameter, generator = nn.Parameter(torch.zeros(12, 9)), torch.Generator().manual_seed(1)

@@ -106,7 +106,8 @@ class FactorizedGradient:
         if gradient.is_contiguous() and gradient.dtype == first.dtype:
             torch.mm(first, second, out=gradient.flatten(1))
         else:
-            gradient.copy_((first @ second).view(gradient.shape))
+            whole = torch.mm(first, second, out=first.new_empty(self.shape))  # with out=, autocast does not round it
+            gradient.copy_(whole.view(gradient.shape))
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": self.residual, "factor": self.factor, "number": self.number}
