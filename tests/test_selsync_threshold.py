@@ -16,7 +16,7 @@ from torch import nn
 from lightning_pipesync.methods.replicas import gradient_change
 from lightning_pipesync.methods.replicas.gradient_change import FIRST_DELTA, GAIN, SMALLEST_DELTA, Threshold
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-from tests.harness import on_ranks
+from tests.harness import assert_raised, on_ranks, raised
 from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 from tests.reference_selsync import next_delta, simulate
 
@@ -104,6 +104,38 @@ def test_follows_the_simulation_and_resumes(aggregation: str, optimizer: str) ->
         assert outcome["deltas"] == deltas
         assert outcome["next"] == next_delta(deltas[-1], SETTINGS["lssr"], synchronized[-1])
         assert_same(outcome["own"], state(replicas[rank]))
+
+
+def set_by_hand(first: float) -> tuple[Any, list[float], int]:
+    """What is raised where delta is set during training; deltas after resumptions; and synchronized steps then."""
+    run = Run(SelSync, delta=first)
+    run.steps(range(4))
+    before = run.sync.state_dict()
+    refused = raised(lambda: setattr(run.sync, "delta", 0.0))
+    run = run.resumed(seeded_mlp(seed=1))
+    deltas, synchronized = [run.sync.delta], run.sync.num_synchronized_steps
+    run.steps(range(4, 8))
+    synchronized = run.sync.num_synchronized_steps - synchronized
+    run.sync.load_state_dict(before)
+    deltas.append(run.sync.delta)
+    saved = run.sync.state_dict()
+    run.sync.detach()
+    other = Run(SelSync, delta=5.0)
+    other.sync.load_state_dict(saved)
+    deltas.append(other.sync.delta)
+    other.sync.detach()
+    return refused, deltas, synchronized
+
+
+def test_what_is_set_by_hand_is_resumed_unless_the_setting_is_another() -> None:
+    for outcome in on_ranks(set_by_hand, 2, 1e9):
+        assert outcome == (None, [0.0, 1e9, 5.0], 4)
+
+
+def test_what_is_set_by_hand_after_no_flags_is_refused() -> None:
+    for refused, deltas, _ in on_ranks(set_by_hand, 2, math.inf):
+        assert_raised(refused, "ValueError", "delta=inf", "attach SelSync with a large one")
+        assert deltas == [math.inf, math.inf, 5.0]
 
 
 def skip_steps(way: str) -> tuple[list[float], list[bool]]:

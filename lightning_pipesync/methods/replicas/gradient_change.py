@@ -104,10 +104,11 @@ class Threshold:
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._lssr: float | None = None
+        self._given: float | None = None  # the constant; what the user sets by hand later is in ``delta`` only
         if settings.delta != "auto":
-            self.delta = settings.delta
+            self.delta = self._given = settings.delta
         elif settings.lssr == 0:
-            self.delta = 0.0
+            self.delta = self._given = 0.0
         else:
             self.delta, self._lssr = FIRST_DELTA * settings.smoothing, settings.lssr
 
@@ -116,11 +117,14 @@ class Threshold:
             self.delta = max(self.delta * math.exp(GAIN * (synchronized - (1 - self._lssr))), SMALLEST_DELTA)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._lssr is None else {"delta": self.delta}
+        return {"delta": self.delta, "given": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned, unless delta is constant now or was then."""
-        if self._lssr is not None:
+        """Resumes from what :meth:`state_dict` returned, if delta was found then and is now, or the constant is that.
+
+        A state of an earlier version has neither a constant nor what was set in its place.
+        """
+        if state.get("given") == self._given:
             self.delta = state.get("delta", self.delta)
 
 

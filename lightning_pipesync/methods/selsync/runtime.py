@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -100,13 +101,22 @@ class SelSync(ReplicaMethod):
 
     @property
     def delta(self) -> float:
-        """The threshold on the relative gradient change; set it on all ranks alike, between two steps."""
+        """The threshold on the relative gradient change; set it on all ranks alike, between two steps.
+
+        Raises:
+            ValueError: what is set is negative, or ranks send no flags, as they began with ``delta=inf``.
+        """
         return self._trigger.algorithm.threshold.delta
 
     @delta.setter
     def delta(self, delta: float) -> None:
         if not delta >= 0:
             raise ValueError(f"delta must be at least 0, got {delta!r}.")
+        if self.config.is_local and delta != math.inf:
+            raise ValueError(
+                f"delta={delta!r} has no effect: SelSync was attached with delta=inf, with which ranks send no flags. "
+                "To set delta later, attach SelSync with a large one, such as 1e9."
+            )
         for trigger in self._triggers:
             trigger.algorithm.threshold.delta = delta
 
