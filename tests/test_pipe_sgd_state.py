@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
-from tests.harness import assert_raised, call_on_hosts, on_ranks, raised
+from tests.harness import assert_raised, call_on_hosts, launch, on_ranks, raised
 from tests.models import Run, assert_same, average_gradients, batch, loss, seeded_mlp, state
 from tests.test_pipe_sgd import flat
 
@@ -405,3 +405,28 @@ def test_layers_that_were_thawed_are_resumed(settings: dict[str, Any]) -> None:
     """With their gradients in flight, and residuals."""
     for whole, resumed in zip(*(on_ranks(thawed_and_saved, 2, one, settings) for one in (False, True)), strict=True):
         assert_same(resumed, whole)
+
+
+def skip_and_leave_out_a_pass(settings: dict[str, Any]) -> tuple[str, str] | None:
+    """All ranks skip a step that has begun; rank 1 has no backward pass for the next one."""
+    run = Run(PipeSGD, timeout_s=30, **settings)
+
+    def train_on() -> None:
+        run.steps(range(3))
+        run.backward(3)
+        run.sync.clip(1.0)
+        if dist.get_rank() == 0:
+            run.backward(4)
+        run.sync.step()
+        run.steps(range(5, 9))
+        run.sync.flush()
+
+    error = raised(train_on)
+    run.sync.detach(timeout_s=1)
+    return error
+
+
+@pytest.mark.parametrize("settings", [{}, {"staleness": 2}, {"pipeline_level": 2}], ids=str)
+def test_a_rank_that_takes_a_step_which_others_have_skipped_is_refused(settings: dict[str, Any]) -> None:
+    for error in launch(skip_and_leave_out_a_pass, 2, settings):
+        assert_raised(error, "RuntimeError", "have not skipped the same steps of SGD")

@@ -20,6 +20,11 @@ from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
+from lightning_pipesync.methods.replicas.flags import check_same
+
+# Bits of a rank's flag: it has another mask than that of the last comparison; it has skipped an even or an odd number
+# of steps, of which one is set in every flag.
+DIFFERS, SKIPPED = 1, (2, 4)
 
 
 class LocalGradient:
@@ -96,30 +101,36 @@ class GradientInFlight:
 
     Most models use the same parameters at every step. So each rank sends one byte with the gradient: whether the mask
     of its parameters that have one differs from that of the last comparison. Ranks compare masks only if one differs.
+    The byte also says whether the rank has skipped as many steps as the others, so that they average the same step's.
     """
 
     hyperparameters: Hyperparameters  # of the optimizer when it was computed
     loss_scale: float  # by which it is too large
     num_updates: int  # that had been made when it was computed
+    _optimizer: str  # its name
 
     def __init__(self, layout: GradientLayout, transport: Transport) -> None:
         self._layout, self._transport = layout, transport
         self.buckets = layout.acquire_buckets()
         self._weights: list[GradientBucket] | None = None
         self._compared = layout.compared
-        self._differs: Handle[list[int]] | None = None  # by rank, whether its mask has changed
+        self._flags: Handle[list[int]] | None = None  # of all ranks
         self._present: list[bool] = []  # by parameter: on this rank, and on any once that is known
         self.local = LocalGradient(layout.members, layout.config)
 
     @torch.no_grad()
-    def submit(self, optimizer: Optimizer, loss_scale: float, num_updates: int, grad_is_reused: bool) -> None:
+    def submit(
+        self, optimizer: Optimizer, loss_scale: float, num_updates: int, num_skipped: int, grad_is_reused: bool
+    ) -> None:
         """Keeps what the update will need, once the all-reduces have started (Algorithm 1, lines 9 and 10).
 
-        ``grad_is_reused``: whether the memory of ``p.grad`` will be written to.
+        ``num_skipped``: steps that were skipped before. ``grad_is_reused``: whether the memory of ``p.grad`` will be
+        written to.
         """
         self._present = [present for bucket in self.buckets for present in bucket.present]
         self._compared = self._layout.compared
-        self._differs = self._transport.exchange_flags(self._present != self._compared[0])
+        flag = DIFFERS * (self._present != self._compared[0]) | SKIPPED[num_skipped % 2]
+        self._flags, self._optimizer = self._transport.exchange_flags(flag), type(optimizer).__name__
         self.hyperparameters, self.loss_scale, self.num_updates = current(optimizer), loss_scale, num_updates
         if self._layout.config.predicts:
             self.local.keep(loss_scale, grad_is_reused)
@@ -129,13 +140,25 @@ class GradientInFlight:
                 bucket.gradients.pack(bucket.parameters)
 
     def wait(self) -> None:
-        """Waits until it is averaged (Algorithm 1, line 3); a collective call."""
+        """Waits until it is averaged (Algorithm 1, line 3); a collective call.
+
+        Raises:
+            RuntimeError: on all ranks: it is of another step on some rank, which has not skipped what others have.
+        """
         for bucket in self.buckets:
             bucket.wait()
-        if self._differs is not None:
-            if any(self._differs.wait()):
+        if self._flags is not None:
+            flags = self._flags.wait()
+            check_same(
+                flags,
+                f"have not skipped the same steps of {self._optimizer}. Once its gradient was reduced, by clipping it "
+                "or by reduce(), all ranks take the step; or none, and all have a backward pass before the next one.",
+                mask=sum(SKIPPED),
+                ranks=self._transport.ranks,
+            )
+            if any(flag & DIFFERS for flag in flags):
                 self._compared = self._present, self._transport.union(self._present).wait()
-            self._layout.compared, self._differs = self._compared, None
+            self._layout.compared, self._flags = self._compared, None
             self._present = self._compared[1]
 
     @torch.no_grad()

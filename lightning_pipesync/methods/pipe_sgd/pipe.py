@@ -47,7 +47,7 @@ class GradientPipe(BackPipePolicy):
         self._config: PipeSGDConfig = sync.config
         self.pipeline: Pipeline[GradientInFlight] = Pipeline(self._config.staleness, self._config.warmup_steps)
         self._backpipe = BackPipe(self, queue, self)
-        self._failed = False
+        self._failed, self._num_skipped = False, 0
         self._started: GradientInFlight | None = None  # the all-reduce of some of its buckets has started
         self._due: GradientInFlight | None = None  # about to be applied
         self._in_grad: GradientInFlight | None = None  # p.grad are views of its buffers
@@ -111,7 +111,7 @@ class GradientPipe(BackPipePolicy):
         gradient = self._start_all()
         self.predicted.forget()
         grad_is_reused = self._in_grad is not None  # the gradient was added to, and is a view of a buffer
-        gradient.submit(self.optimizer, loss_scale, self.pipeline.num_updates, grad_is_reused)
+        gradient.submit(self.optimizer, loss_scale, self.pipeline.num_updates, self._num_skipped, grad_is_reused)
         self.pipeline.submit(gradient)
         if (due := self.pipeline.due) is not None:
             self._set_gradients(due, loss_scale)
@@ -154,6 +154,11 @@ class GradientPipe(BackPipePolicy):
             optimizer_step()
         self.pipeline.count_update(self._due.num_updates)
         self._due = None
+
+    def skip_step(self) -> None:
+        """Ends a step that the user has skipped after its gradient was submitted."""
+        self._num_skipped += 1
+        self.end_step()
 
     def end_step(self) -> None:
         self._due = None

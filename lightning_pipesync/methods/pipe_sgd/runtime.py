@@ -137,7 +137,7 @@ class PipeSGD(SyncMethod):
         super()._compare_loaded()
 
     def _skip(self, index: int) -> None:
-        self._pipes[index].end_step()
+        self._pipes[index].skip_step()
 
     def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` is this rank's part of the gradients that were submitted last."""
