@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -405,6 +406,36 @@ def test_layers_that_were_thawed_are_resumed(settings: dict[str, Any]) -> None:
     """With their gradients in flight, and residuals."""
     for whole, resumed in zip(*(on_ranks(thawed_and_saved, 2, one, settings) for one in (False, True)), strict=True):
         assert_same(resumed, whole)
+
+
+def train_more_on_one_rank(when: str) -> tuple[tuple[str, str] | None, float]:
+    """Rank 0 alone adds the first layer to the optimizer, before a step or before a state is loaded."""
+    model = seeded_mlp()
+    optimizer = SGD(model[2].parameters(), lr=0.05)
+    sync = PipeSGD(model, optimizer, timeout_s=30)
+
+    def train_on() -> None:
+        for number in range(6):
+            optimizer.zero_grad()
+            loss(model, number, dist.get_rank()).backward()
+            if number == 3 and dist.get_rank() == 0:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            if number == 3 and when == "load":
+                sync.load_state_dict(saved)
+            sync.step()
+
+    saved, began = sync.state_dict(), time.monotonic()
+    error = raised(train_on)
+    sync.detach(timeout_s=0)
+    return error, time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", ["step", "load"])
+def test_parameters_that_one_rank_alone_adds_are_named_at_once(when: str) -> None:
+    (error, seconds), (of_other, also_seconds) = launch(train_more_on_one_rank, 2, when)
+    assert_raised(error, "ValueError", "rank 0", "not on rank 1")
+    assert_raised(of_other, "ValueError", "rank 0", "not on rank 1")
+    assert max(seconds, also_seconds) < 25
 
 
 def skip_and_leave_out_a_pass(settings: dict[str, Any]) -> tuple[str, str] | None:

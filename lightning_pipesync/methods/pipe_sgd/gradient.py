@@ -23,8 +23,8 @@ from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
 from lightning_pipesync.methods.replicas.flags import check_same
 
 # Bits of a rank's flag: it has another mask than that of the last comparison; it has skipped an even or an odd number
-# of steps, of which one is set in every flag.
-DIFFERS, SKIPPED = 1, (2, 4)
+# of steps, of which one is set in every flag; an optimizer has other parameters, and the gradient follows this flag.
+DIFFERS, SKIPPED, NEW_PARAMETERS = 1, (2, 4), 8
 
 
 class LocalGradient:
@@ -144,11 +144,11 @@ class GradientInFlight:
 
         Raises:
             RuntimeError: on all ranks: it is of another step on some rank, which has not skipped what others have.
+            ValueError: some rank has added parameters to an optimizer.
         """
-        for bucket in self.buckets:
-            bucket.wait()
-        if self._flags is not None:
-            flags = self._flags.wait()
+        flags: list[int] = [] if self._flags is None else self._flags.wait()
+        if flags:  # which arrive also if some rank does not take part in the rest
+            check_new_parameters(flags, self._transport.ranks)
             check_same(
                 flags,
                 f"have not skipped the same steps of {self._optimizer}. Once its gradient was reduced, by clipping it "
@@ -156,6 +156,9 @@ class GradientInFlight:
                 mask=sum(SKIPPED),
                 ranks=self._transport.ranks,
             )
+        for bucket in self.buckets:
+            bucket.wait()
+        if flags:
             if any(flag & DIFFERS for flag in flags):
                 self._compared = self._present, self._transport.union(self._present).wait()
             self._layout.compared, self._flags = self._compared, None
@@ -239,6 +242,23 @@ class GradientInFlight:
                 view.copy_(values[member.name])
         for bucket in buckets:
             self._transport.broadcast(bucket.gradients.flat).wait()
+
+
+def check_new_parameters(flags: Sequence[int], ranks: Sequence[int]) -> bool:
+    """Returns whether all ranks have new parameters.
+
+    Raises:
+        ValueError: only some have.
+    """
+    by_rank = list(zip(ranks, flags, strict=True))
+    new = [str(rank) for rank, flag in by_rank if flag & NEW_PARAMETERS]
+    others = [str(rank) for rank, flag in by_rank if not flag & NEW_PARAMETERS]
+    if new and others:
+        raise ValueError(
+            f"The optimizers have other parameters than before on rank {', '.join(new)}, and not on rank "
+            f"{', '.join(others)}: add parameters to the optimizers of all ranks alike, before the same step."
+        )
+    return bool(new)
 
 
 def _views(buckets: Sequence[GradientBucket]) -> list[Tensor]:

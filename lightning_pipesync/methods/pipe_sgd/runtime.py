@@ -15,6 +15,7 @@ from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
+from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_new_parameters
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
@@ -119,14 +120,23 @@ class PipeSGD(SyncMethod):
         unscales and checks it.
         """
         self._flushed_pipes.clear()
-        self._take_new_parameters()
+        if self._has_new_parameters:
+            self._take_new_parameters()
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _take_new_parameters(self) -> None:
-        """Trains the parameters that were added to an optimizer, too; a collective call."""
-        if self._has_new_parameters:
-            for pipe, of_optimizer in zip(self._pipes, self._by_optimizer(self._agreed_parameters()), strict=True):
-                pipe.set_parameters(of_optimizer)
+        """Trains the parameters that were added to an optimizer, too; a collective call.
+
+        In a step it is not: a rank that has none sends the flag of its gradient in place of this one.
+
+        Raises:
+            ValueError: some rank has none.
+        """
+        flags = self.transport.exchange_flags(NEW_PARAMETERS * self._has_new_parameters).wait()
+        if not check_new_parameters(flags, self.transport.ranks):
+            return
+        for pipe, of_optimizer in zip(self._pipes, self._by_optimizer(self._agreed_parameters()), strict=True):
+            pipe.set_parameters(of_optimizer)
 
     def _compare_loaded(self) -> None:
         if self.config.pipeline_level == 2:  # ranks may have started different segments, or none
