@@ -145,10 +145,10 @@ def test_the_first_dies_and_comes_back(tmp_path: Path) -> None:
 
 
 def in_plain_loop(rank: int) -> tuple[list[tuple[int, list[int]]], dict[str, Tensor]]:
-    """Accumulates the gradients of two batches."""
+    """Accumulates the gradients of two batches, and ends within a round."""
     model = seeded_mlp(rank)
     optimizer = OPTIMIZERS["sgd"](model)
-    sync, batches = LocalSGD(model, optimizer, **SETTINGS), []
+    sync, batches = LocalSGD(model, optimizer, **{**SETTINGS, "period": 3}), []
     train_loader = sync.prepare_train_loader(numbers(), seed=7)
     for epoch in range(EPOCHS):
         for batch in train_loader:
@@ -163,9 +163,11 @@ def in_plain_loop(rank: int) -> tuple[list[tuple[int, list[int]]], dict[str, Ten
 
 
 def in_accelerate(rank: int) -> tuple[Any, ...]:
-    training = Training(rank, accelerator_of(gradient_accumulation_steps=2), accumulates=2)
+    training = Training(rank, accelerator_of(settings={"period": 3}, gradient_accumulation_steps=2), accumulates=2)
     training.prepare()
     training.run()
+    training.network.eval()  # has the weights of the last round, until the end
+    training.network.train()
     training.accelerator.end_training()
     return training.batches, state(training.model), training.counter.steps
 

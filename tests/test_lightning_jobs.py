@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGDStrategy
-from tests.harness import DIED
+from tests.harness import DIED, launch
 from tests.lightning_models import SAMPLES, Classifier, dataset, trainer, val_loader
 from tests.lost_ranks import die
 from tests.reference_elastic_data import Data, seen
@@ -120,3 +121,24 @@ def test_trainers_of_several_ranks_divide_the_data_among_all_ranks_that_are_left
     expected = seen(Data(SAMPLES, 2), {0: "012345", DIES + 1: "2345"}, 1)
     for rank in range(2, 6):
         assert outcomes[rank] == [batch for _, batch in expected[str(rank)]]
+
+
+def train_an_epoch(_: int, directory: Path, period: int, devices: int = 1) -> tuple[Tensor, Tensor]:
+    """Trains for 8 steps; returns the weights of the validation, and those at the end."""
+    pl.seed_everything(7, verbose=False)
+    model = Classifier()
+    strategy = LocalSGDStrategy(period=period, partition="defdp", timeout_s=TIMEOUT_S)
+    run = trainer(strategy, devices, directory, max_epochs=1)
+    run.fit(model, DataLoader(dataset(), 4, shuffle=True), val_loader())
+    assert run.global_step == 8
+    return model.validated_with[0], model.weights()
+
+
+@pytest.mark.parametrize("period", [5, 100], ids=["within a round", "before the first round"])
+def test_trainers_end_with_an_average(period: int, tmp_path: Path) -> None:
+    """Of the steps since the last round, too, though the validation was with the weights of that round."""
+    of_jobs = launch_replicas(train_an_epoch, 2, tmp_path, period)
+    of_one_job = launch(train_an_epoch, 2, 0, tmp_path, period, 2, init=False)
+    for (validated, last), (_, of_ranks) in zip(of_jobs, of_one_job, strict=True):
+        assert torch.equal(last, of_ranks)
+        assert not torch.equal(last, validated)

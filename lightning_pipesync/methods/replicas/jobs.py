@@ -46,6 +46,7 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
 
     _sections: Sections | None = None
     _departure: Departure  # with sections
+    _has_ended = False  # whether :meth:`end` was called since the last step
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
             )
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        self._resumed = None
+        self._resumed, self._has_ended = None, False
         if self._sections is not None:
             self._end_if_left()
             self._sections.go_on()
@@ -179,14 +180,14 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
         self.flushed = True
 
     def end(self) -> None:
-        """Ends the training: sets the weights to the average of the replicas, if all others end after as many steps.
+        """Ends the training: sets the weights to the average of the replicas, if all others end, after no more steps.
 
-        Otherwise they go on without this one, and its weights are those of the last round. Without ``lighthouse`` it is
-        :meth:`flush`.
+        Otherwise they go on without this one, and its weights are those of the last round. A flush before is undone. A
+        second call does nothing. Without ``lighthouse`` it is :meth:`flush`.
         """
-        if self._sections is None or not self._sections.has_joined or self.has_left:
-            self.flush()
-        elif not self.flushed:
+        if self._sections is not None and self._sections.has_joined and not (self.has_left or self._has_ended):
+            if self.flushed:  # as for the last validation, with the weights of the last round
+                self.resume()
             self.synchronize()
             if any(tensors.diverged for tensors in self._replicas):
                 self._sections.end(self._average_for_good)
@@ -194,7 +195,8 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
                     tensors.keep_average()
                 self.flushed = False
             self._departure.notice.close()
-            self.flush()
+            self._has_ended = True
+        self.flush()
 
     def _average_for_good(self) -> None:
         """Consolidates the weights; as this rank's own ones are dropped, they stay if the replicas are grouped anew."""
