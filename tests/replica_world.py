@@ -143,6 +143,10 @@ class Method:
         return len(self.rounds)
 
     @property
+    def steps_of_optimizers(self) -> list[int]:
+        return [len(self.rounds)]
+
+    @property
     def num_rounds(self) -> int:
         return len(self.rounds)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_pipesync.core.faults.agreement import Agreement, agree
@@ -11,7 +13,7 @@ from lightning_pipesync.core.faults.lighthouse import Member, Quorum, Standing
 LAST, BEFORE = "00000008/000000000001.000000000", "00000007/000000000009.000000000"
 
 
-def at(completed: int, generation: str = LAST, last: int = -1, **more: bool) -> Standing:
+def at(completed: int, generation: str = LAST, last: int = -1, **more: Any) -> Standing:
     return Standing(completed, generation, connected=more.pop("connected", True), last=last, **more)
 
 
@@ -50,6 +52,14 @@ TABLE: dict[str, tuple[list[Standing], str, int, bool]] = {
     "one of the new ones has begun": ([new(), at(0, "00000001/1", joins=True), new()], "b", 0, True),
     "one ends, and the others go on": ([at(3, ends=True), at(3), at(3)], "bc", 3, True),
     "all end": ([at(3, ends=True), at(3, ends=True)], "ab", 3, True),
+    "all end, one after fewer steps": ([at(3, ends=True, steps=[n]) for n in (9, 8, 9)], "ac", 3, True),
+    "all end, one after fewer steps of an optimizer": ([at(3, ends=True, steps=[9, n]) for n in (3, 4)], "b", 3, True),
+    "all end, and the section is undone": (
+        [at(4, ends=True, steps=[9], undoable=True), at(3, ends=True, steps=[9])],
+        "ab",
+        3,
+        True,
+    ),
     "all but one are lost": ([at(4, undoable=True, connected=False)], "a", 4, False),
 }
 

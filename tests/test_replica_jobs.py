@@ -79,6 +79,42 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
         assert_same(of_jobs[0][1], of_ranks[0][1], name)
 
 
+def end_early(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], bool]:
+    """Trains on data of its own, replica 0 for a step less; returns the weights of a round, its own, and the last."""
+    model = seeded_mlp(rank)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S)
+    sync.join()
+    agreed: dict[str, Tensor] = {}
+    for step in range(PERIOD + 1 + (rank > 0)):
+        optimizer.zero_grad()
+        loss(model, step, rank).backward()
+        sync.step()
+        if step == PERIOD - 1:
+            agreed = state(model)
+    own = state(model)
+    sync.flush()
+    sync.end()
+    last = state(model)
+    sync.end()  # changes nothing
+    is_same = all(torch.equal(last[name], value) for name, value in state(model).items())
+    sync.detach()
+    return agreed, own, last, is_same
+
+
+def test_replicas_that_end_after_different_numbers_of_steps() -> None:
+    """Those with the most steps have a last average; the weights of another one are those of the last round."""
+    early, *longest = launch_replicas(end_early, 3)
+    assert_same(early[2], early[0])
+    for agreed, own, last, _ in longest:
+        assert_same(agreed, early[0])
+        for name, value in last.items():
+            torch.testing.assert_close(value, (longest[0][1][name] + longest[1][1][name]) / 2)
+            assert not torch.equal(value, own[name])
+    assert_same(longest[0][2], longest[1][2])
+    assert all(is_same for *_, is_same in (early, *longest))
+
+
 def go_on_without_resume(rank: int) -> list[dict[str, Tensor]]:
     """Flushes while an average is under way; returns the weights when it started, then, and once it has arrived.
 

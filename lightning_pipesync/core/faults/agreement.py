@@ -11,8 +11,9 @@ another message:
 - Others that are about to begin are new, also one that has been loaded from a checkpoint. Nobody waits for the rest:
   those that were left out while they were frozen.
 
-One that ends leaves, unless all end, who then have a last section together. One that was asked to leave tells with
-which section it does: that is still of all, and those that stay make another group at its end.
+One that ends leaves, unless all end: then those that have taken the most steps have a last section together. One that
+was asked to leave tells with which section it does: that is still of all, and those that stay make another group at its
+end.
 
 If all are new, the one that has completed the most sections begins, the first of several, and the others get its state.
 """
@@ -69,7 +70,8 @@ def agree(quorum: Quorum) -> Agreement:
     if gone == continuing and gone != quorum.members:  # what they knew has left with them
         return agree(Quorum([member for member in quorum.members if member not in gone], quorum.generation))
     continuing = [member for member in continuing if member not in gone]
-    continuing = [member for member in continuing if not member.standing.ends] or continuing
+    going_on = [member for member in continuing if not member.standing.ends]
+    continuing = going_on or _with_most_steps(continuing)
     return Agreement(
         continuing=continuing,
         leaving=[member for member in continuing if member.standing.last > most],
@@ -79,6 +81,11 @@ def agree(quorum: Quorum) -> Agreement:
         connected=all(member.standing.connected for member in continuing),
         generation=quorum.generation,
     )
+
+
+def _with_most_steps(members: Sequence[Member]) -> list[Member]:
+    most = max((member.standing.steps for member in members), default=[])
+    return [member for member in members if member.standing.steps == most]
 
 
 def _undone(of_latest: Sequence[Member], ahead: Sequence[Member], most: int) -> bool:

@@ -58,6 +58,7 @@ class Standing:
     connected: bool = False  # whether it has a group with the others of that quorum
     joins: bool = False  # whether it is about to begin, and not at the end of a step
     ends: bool = False  # whether it asks for the last time, at the end of its training
+    steps: list[int] = field(default_factory=list)  # of each optimizer
     steps_after: int = -1  # after how many sections it has taken its last steps
     shared_by: tuple[str, ...] = ()  # the ids of those who had a share of the data in these steps
     data: list[dict[str, Any]] = field(default_factory=list)  # what its data have in common with the others', by loader

@@ -47,6 +47,11 @@ class RegroupedReplicaMethod(ReplicaMethod):
         return self._units[0].num_steps
 
     @property
+    def steps_of_optimizers(self) -> list[int]:
+        """Number of steps of each optimizer, in the same way."""
+        return [unit.num_steps for unit in self._units]
+
+    @property
     def num_rounds(self) -> int:
         """Number of rounds of the first optimizer."""
         return self._units[0].num_rounds

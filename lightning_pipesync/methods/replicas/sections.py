@@ -123,7 +123,7 @@ class Sections:
                 self._go_on()
 
     def end(self, section: Callable[[], object]) -> None:
-        """Runs a last section if all others end, too; otherwise they go on without this replica."""
+        """Runs a last section if all others end, after no more steps; otherwise they go on without this replica."""
         self.send_rest()
         try:
             self.run(section, self._method.snapshot(), ends=True)
@@ -249,6 +249,7 @@ class Sections:
             self._membership.is_connected,
             not self.has_joined,
             ends,
+            self._method.steps_of_optimizers,
             *self._steps,
             data=self._method.data.common(),
             last=last,
