@@ -22,6 +22,7 @@ from lightning_pipesync.launch import command
 from lightning_pipesync.launch.lighthouse import Lighthouse
 from tests.commands import environment, run_together
 from tests.harness import default_signals
+from tests.test_docs import DOCS, snippets_of
 
 pytestmark = pytest.mark.skipif(not is_installed("torchft"), reason="torchft is not installed")
 
@@ -417,3 +418,40 @@ def test_words_that_are_accelerates() -> None:
     assert not command.starts_replicas(["--config_file", "a.yaml", "train.py", "--replicas", "2"])
     assert not command.starts_replicas(["train.py", "--help"])
     assert command.starts_replicas(["--help"])
+
+
+def test_a_site_comes_back(script: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In the script of the page on sites, within an epoch."""
+    snippets = snippets_of(DOCS / "diloco_across_sites.md")
+    [sites] = [snippet for _, snippet in snippets if snippet.startswith("import json")]
+    (tmp_path / "sites.py").write_text(sites)
+    text = """
+import runpy
+from lightning_pipesync import LocalSGD
+step, join = LocalSGD.step, LocalSGD.join
+
+def step_or_die(sync):
+    if name == "1" and begun == 1 and sync.num_steps == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "0" and sync.num_steps == 13:
+        wait_for("back")
+    step(sync)
+
+def join_others(sync):
+    if begun == 2:
+        touch("back")
+    join(sync)
+
+LocalSGD.step, LocalSGD.join = step_or_die, join_others
+runpy.run_path(f"{folder}/sites.py", run_name="__main__")
+"""
+    status = launch("--replicas", 2, script(text), json.dumps({"period": 4, "steps": 24}))
+    out, err = outputs(capfd)
+    assert status == 0, err
+    assert (tmp_path / "begun1").read_text() == "xx", err
+    for name, first in (("0", 4), ("1", 20)):
+        ends = [
+            int(line.split()[2]) for line in out if line.startswith(f"[replica {name}] ") and " steps, loss" in line
+        ]
+        assert ends[-1] == 24, out
+        assert first in ends, out
