@@ -157,6 +157,26 @@ def test_optimizer_states_are_averaged_if_asked_for(average: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) == average
 
 
+def buffers_while_another_pauses() -> dict[str, Tensor]:
+    """Trains with two optimizers, of which the second one alone steps; returns the buffers after a round."""
+    model = seeded_mlp(batch_norm=True)
+    first, second = SGD(model[0].parameters(), lr=0.1), SGD(model[3].parameters(), lr=0.1)
+    sync = LocalSGD(model, [first, second], period=3)
+    for step in range(STEPS - 1):
+        loss(model, step, dist.get_rank()).backward()
+        sync.step(optimizer=second)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    sync.flush()
+    sync.detach()
+    return buffers
+
+
+def test_buffers_are_averaged_while_an_optimizer_pauses() -> None:
+    one, other = on_ranks(buffers_while_another_pauses, 2)
+    assert one.keys() > {"1.running_mean"}
+    assert_same(one, other)
+
+
 def traffic_of(settings: dict[str, Any]) -> dict[str, float]:
     """Returns by how much each metric grows in 12 steps with 4 layers of 100 * 100 weights."""
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))

@@ -16,12 +16,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.faults import notice
 from lightning_pipesync.core.faults.lighthouse import Lighthouse
 from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.replicas.training_steps import PAUSES
 from tests.harness import DIED, launch
 from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
@@ -239,3 +241,33 @@ def test_all_ranks_of_a_job_leave_after_the_same_step() -> None:
     for outcome in outcomes[2:]:
         assert (outcome["status"], outcome["steps"]) == (0, STEPS)
     assert any("Said goodbye to replica 0 (host" in said for said in outcomes[2]["said"])
+
+
+def step_one_of_two(_: int, period: int, patience_s: float) -> list[tuple[Any, int]]:
+    """Trains with two optimizers, of which one alone steps; returns by that the status, and the number of its steps."""
+    notice.LEAVE_S = patience_s
+    outcomes: list[tuple[Any, int]] = []
+    for stepping in (0, 1):
+        model = seeded_mlp()
+        optimizers = [SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+        sync = LocalSGD(model, optimizers, period=period, timeout_s=TIMEOUT_S)
+        sync.join()
+        status: Any = 0
+        try:
+            for step in range(STEPS + PAUSES):
+                if step == STEPS + 1:
+                    sync.leave()
+                loss(model, step, 0).backward()
+                sync.step(optimizer=optimizers[stepping])
+        except SystemExit as error:
+            status = error.code
+        outcomes.append((status, sync._units[stepping].num_steps))
+        sync.detach()
+    return outcomes
+
+
+@pytest.mark.parametrize(("period", "patience_s", "left"), [(3, TIMEOUT_S, STEPS + 3), (1000, 0, STEPS + 2)])
+def test_one_leaves_whose_other_optimizer_pauses(period: int, patience_s: float, left: int) -> None:
+    """After the round of the one that steps, or at once."""
+    [outcomes] = launch_replicas(step_one_of_two, 1, period, patience_s)
+    assert outcomes == [(143, left), (143, left)]

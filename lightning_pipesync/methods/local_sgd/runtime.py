@@ -70,7 +70,7 @@ class LocalSGD(ElasticReplicaMethod):
         return PeriodClock(config.period, config.fragments, config.overlap_steps, self.data, self.transport)
 
     def _average_others(self, index: int) -> None:
-        if index == 0:  # the rounds of all optimizers have the same period
+        if index == self._training_steps.first:  # the rounds of all optimizers have the same period
             super()._average_others(index)
 
     def metrics(self) -> dict[str, float]:

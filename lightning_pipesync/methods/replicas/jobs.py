@@ -23,6 +23,7 @@ from lightning_pipesync.methods.replicas.departure import Departure
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
 from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.replicas.training_steps import TrainingSteps
 from lightning_pipesync.methods.settings import config_from
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         super()._attach(parameters)
-        config = self.config
+        config, self._training_steps = self.config, TrainingSteps(len(self.optimizers))
         self.data.elastic = config.lighthouse is not None
         if config.lighthouse is not None:
             self._sections = Sections(self, config.lighthouse, config.num_replicas or 1, config.timeout_s)
@@ -115,12 +116,13 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         self._resumed, self._has_ended = None, False
+        begins = self._training_steps.take_part(index)
         if self._sections is not None:
             self._end_if_left()
             self._sections.go_on()
             self._sections.send_rest()
-            if index == 0:
-                self._departure.begin_step(self._units[-1].starts_in)
+            if begins:
+                self._departure.begin_step(self._units[self._training_steps.last].starts_in)
         super()._reduce(index, loss_scale)
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
@@ -128,7 +130,7 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
         if self._sections is None:
             return result
         is_under_way = any(unit.is_under_way for unit in self._units)  # then the others would wait for this replica
-        if self._departure.is_now and index == len(self._units) - 1 and not (self.has_left or is_under_way):
+        if self._departure.is_now and index == self._training_steps.last and not (self.has_left or is_under_way):
             self._sections.leave_now()
         if self.has_left and dist.get_rank() == 0:
             warnings.warn(
@@ -212,7 +214,7 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
             section()
         else:
             starts = of_step is not None and self._units[of_step].starts_in(1)
-            leaves_by = self._departure.deadline if starts and of_step == len(self._units) - 1 else None
+            leaves_by = self._departure.deadline if starts and of_step == self._training_steps.last else None
             asks = of_step is None or starts
             self._sections.run(section, self.snapshot(of_step), asks=asks, leaves_by=leaves_by)
 
