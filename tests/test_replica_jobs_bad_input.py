@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
@@ -13,7 +17,7 @@ from lightning_pipesync.core import extras
 from lightning_pipesync.core.faults.lighthouse import Lighthouse
 from tests.harness import assert_raised, free_port, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp
-from tests.replica_jobs import TIMEOUT_S, become_replica, launch_replicas, lighthouse
+from tests.replica_jobs import TIMEOUT_S, become_replica, launch_replicas, lighthouse, wait_for
 
 
 @pytest.mark.parametrize("address", ["host0", "host0:", ":29510", "host0:port"])
@@ -54,6 +58,8 @@ def begin_badly(address: str, nobody: str) -> dict[str, Any]:
     outcomes["not joined"] = raised(step)
     outcomes["too few"] = raised(sync.join)
     sync.detach()
+    elastic: dict[str, Any] = {"outer_optimizer": "elastic", "elastic_force": 0.8}
+    outcomes["too much force"] = raised(lambda: LocalSGD(model, optimizer, **elastic))
     become_replica(nobody, 0, number=2)
     outcomes["no lighthouse"] = raised(lambda: LocalSGD(model, optimizer, timeout_s=1))
     return outcomes
@@ -65,6 +71,7 @@ def test_a_replica_that_cannot_begin_says_why() -> None:
         [outcomes] = launch(begin_badly, 1, address, nobody, init=False)
     assert_raised(outcomes["not joined"], "RuntimeError", "call join() before the first forward pass")
     assert_raised(outcomes["too few"], "RuntimeError", "num_replicas=2", "timeout_s=1 there are 1: replica 0 (host ")
+    assert_raised(outcomes["too much force"], "ValueError", "elastic_force=0.8", "to 2 replicas", "set 0.5 at most")
     assert_raised(outcomes["no lighthouse"], "RuntimeError", nobody, "timeout_s=1", "pipesync lighthouse")
 
 
@@ -116,3 +123,41 @@ def test_replicas_that_begin_have_the_same_hyperparameters() -> None:
     alone, refused = launch_replicas(begin_with_another_rate, 2)
     assert_raised(refused, "ValueError", "The ranks differ in lr of group 0 of SGD: rank 0 has 0.1, rank 1 has 1.1")
     assert_raised(alone, "RuntimeError", "Training begins with num_replicas=2", "there are 1")
+
+
+def come_with_too_much_force(replica: int, folder: Path) -> tuple[list[str], list[tuple[float, float]]]:
+    """Trains with a force for one replica; another one comes. Returns what is said, and by round the two weights."""
+    if replica:
+        wait_for(folder / "0")
+    weight = nn.Parameter(torch.tensor([1.0]))
+    module = nn.ParameterList([weight])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sync = LocalSGD(
+            module, SGD([weight], lr=0.0), period=1, outer_optimizer="elastic", elastic_force=0.8, timeout_s=TIMEOUT_S
+        )
+        (folder / str(replica)).touch()
+        sync.join()
+        weights = []
+        while sync.num_steps < 8:
+            if sync.num_steps == 1:
+                wait_for(folder / "1")
+            if sync.num_steps == 4:
+                weight.data.fill_(1.0 + replica)
+            weight.sum().backward()
+            sync.step()
+            own = weight.item()
+            sync.flush()
+            weights.append((own, weight.item()))
+            sync.resume()
+    sync.detach()
+    return [str(one.message) for one in said], weights
+
+
+def test_the_force_is_never_too_large_for_those_who_have_come(tmp_path: Path) -> None:
+    """The center is between the replicas, and they come together."""
+    outcomes = launch_replicas(come_with_too_much_force, 2, tmp_path, num_replicas=1)
+    for said, weights in outcomes:
+        assert any("elastic_force=0.8" in each and "2 replicas" in each and "set 0.5" in each for each in said), said
+        assert all(1.0 <= center <= 2.0 for _, center in weights[-4:]), weights
+    assert outcomes[0][1][-1][1] == pytest.approx(4 / 3, abs=0.05)

@@ -232,7 +232,8 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         outer_momentum: Momentum of ``sgd`` and ``nesterov``, in [0, 1). ``auto``: 0.9 for ``nesterov``, as in DiLoCo, 0
             for ``sgd``.
         elastic_force: alpha of EASGD, in (0, 1): the share of its distance to the global weights by which a replica is
-            attracted, and they by it. ``auto``: 0.9 / number of replicas.
+            attracted, and they by it. ``auto``: 0.9 / number of replicas. With ``lighthouse`` it is 1 / number of
+            replicas at most, whoever comes.
         fragments: Number of pieces of the model, in the order of its layers, which are averaged in turns within a
             period (Streaming DiLoCo): the peak traffic falls by this factor.
         overlap_steps: tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied,

@@ -77,7 +77,8 @@ class LocalSGDConfig(ReplicaSettings):
 
     elastic_force: float | Literal["auto"] = "auto"
     """alpha of EASGD, in (0, 1): the share of its distance to the global weights by which a replica is attracted, and
-    they by it. ``auto``: 0.9 / number of replicas."""
+    they by it. ``auto``: 0.9 / number of replicas. With ``lighthouse`` it is 1 / number of replicas at most, whoever
+    comes."""
 
     fragments: int = 1
     """Number of pieces of the model, in the order of its layers, which are averaged in turns within a period (Streaming
@@ -225,7 +226,8 @@ class LocalSGDConfig(ReplicaSettings):
     def elastic_force_of(self, num_replicas: int) -> float:
         if self.outer_optimizer != "elastic":
             return 0.0
-        return force_of(self.elastic_force, num_replicas)
+        force = force_of(self.elastic_force, num_replicas)
+        return force if self.lighthouse is None else min(force, 1 / num_replicas)
 
     @property
     def decay_of_residuals(self) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.parameters import NamedParameter
@@ -13,11 +15,12 @@ from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
 from lightning_pipesync.methods.metric_info import MetricInfo, counted
-from lightning_pipesync.methods.replicas.elastic import problem_of_force
+from lightning_pipesync.methods.replicas.elastic import force_of, problem_of_force
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
+from lightning_pipesync.methods.replicas.unit import ReplicaUnit
 
 
 class LocalSGD(ElasticReplicaMethod):
@@ -86,9 +89,19 @@ class LocalSGD(ElasticReplicaMethod):
         return f"{counted(rounds, 'round')} in {counted(num_steps, 'step')}{why}"
 
     def _problem(self) -> ValueError | None:
-        world_size = replicas_of(self.transport).world_size
-        force = self.config.elastic_force_of(world_size)
-        return problem_of_force("elastic_force", force, world_size) or super()._problem()
+        return self._problem_of_force(self.config.num_jobs or 1) or super()._problem()
+
+    def _problem_of_force(self, at_least: int = 1) -> ValueError | None:
+        """Returns the error if the force is too large for the replicas of the transport, or ``at_least`` so many."""
+        if self.config.outer_optimizer != "elastic":
+            return None
+        number = max(at_least, replicas_of(self.transport).world_size)
+        return problem_of_force("elastic_force", force_of(self.config.elastic_force, number), number)
+
+    def _new_units(self) -> list[ReplicaUnit]:
+        if (problem := self._problem_of_force()) is not None and dist.get_rank() == 0:  # more have come
+            warnings.warn(f"{problem} That is what it is until there are fewer.", stacklevel=2)
+        return super()._new_units()
 
     def _shape_settings(self) -> dict[str, Any]:
         return {**super()._shape_settings(), "outer_optimizer": self.config.outer_optimizer}
