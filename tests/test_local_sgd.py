@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,28 @@ def test_buffers_are_averaged_while_an_optimizer_pauses() -> None:
     one, other = on_ranks(buffers_while_another_pauses, 2)
     assert one.keys() > {"1.running_mean"}
     assert_same(one, other)
+
+
+def save(folder: Path) -> None:
+    run = Run(LocalSGD, period=3)
+    run.steps(range(STEPS))
+    torch.save(run.sync.state_dict(), folder / f"{dist.get_rank()}.pt")
+    run.end()
+
+
+def load(folder: Path) -> tuple[str, str] | None:
+    run = Run(LocalSGD, period=3)
+    saved = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
+    outcome = raised(lambda: run.sync.load_state_dict(saved))
+    run.end()
+    return outcome
+
+
+def test_a_state_of_more_ranks_is_refused(tmp_path: Path) -> None:
+    on_ranks(save, 3, tmp_path)
+    assert on_ranks(load, 3, tmp_path) == [None, None, None]
+    for rank, outcome in enumerate(on_ranks(load, 2, tmp_path)):
+        assert_raised(outcome, "ValueError", f"of rank {rank} of 3, and there are 2", "resume with as many")
 
 
 def traffic_of(settings: dict[str, Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync import EAPipe, LocalSGD, PipeSyncPlugin, SelSync
 from lightning_pipesync.accelerate.launched import check_method
-from tests.harness import launch
+from tests.harness import assert_raised, launch, raised
 from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.replica_jobs import TIMEOUT_S, launch_replicas
 
@@ -183,6 +184,31 @@ def test_replicas_resume_from_the_same_step_bit_for_bit() -> None:
         assert first == last == SAVED
         assert_same(resumed, whole)
         assert_same(of_last, outcomes[0][2][1])
+
+
+def load_alone(rank: int) -> tuple[str, str] | None:
+    """Loads the state of a replica of two in a training without others."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    settings: dict[str, Any] = {"period": 1, "outer_optimizer": "nesterov", "timeout_s": TIMEOUT_S}
+    sync = LocalSGD(model, optimizer, **settings)
+    sync.join()
+    loss(model, 0, rank).backward()
+    sync.step()
+    saved = sync.state_dict()
+    sync.end()
+    sync.detach()
+    for name in ("PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM_REPLICAS"):
+        del os.environ[name]
+    alone = LocalSGD(model, optimizer, **settings)
+    outcome = raised(lambda: alone.load_state_dict(saved))
+    alone.detach()
+    return outcome
+
+
+def test_a_part_of_the_outer_state_is_not_loaded_without_lighthouse() -> None:
+    for rank, outcome in enumerate(launch_replicas(load_alone, 2)):
+        assert_raised(outcome, "ValueError", f"of rank {rank} of 2, and there are 1", "lighthouse")
 
 
 def test_other_methods_refuse_to_be_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ class ReplicaMethod(SyncMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._parameters, self._has_warned = parameters, False
+        self._place = self.transport.rank, self.transport.world_size  # of which the units are
         self._units = self._new_units()
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._non_trainable = self._non_trainable_tensors(others, self._module)
@@ -345,18 +346,22 @@ class ReplicaMethod(SyncMethod):
             "traffic": self.transport.traffic.state_dict(),
             "injection": self.data.injection.state_dict() if self.data.injection else {},
             "settings": self._shape_settings(),
+            "place": list(self._place),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated weights were loaded.
 
         Raises:
-            ValueError: the state was saved with other settings that determine its structure.
+            ValueError: the state was saved with other settings that determine its structure, or with another number of
+                ranks.
         """
         former = self.config.former_names
         settings = {former.get(name, name): value for name, value in state["settings"].items()}
         present = self._shape_settings()
         check_saved(with_topology(settings, present), present, "to start from the averaged weights")
+        if "place" in state:  # not in checkpoints of earlier versions
+            self._check_place(*state["place"])
         self.synchronize()
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.load_state_dict(saved)
@@ -365,6 +370,16 @@ class ReplicaMethod(SyncMethod):
         self.transport.traffic.load_state_dict(state["traffic"])
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
+
+    def _check_place(self, rank: int, world_size: int) -> None:
+        """Raises a ValueError if a state of ``rank`` of ``world_size`` ranks cannot be loaded."""
+        present = self.transport.world_size
+        if world_size != present:
+            raise ValueError(
+                f"Rank {self.transport.rank} loads the state of rank {rank} of {world_size}, and there are {present}: "
+                "resume with as many (replicas that were jobs of their own: with lighthouse). To start from the "
+                "averaged weights, do not load the state; in an adapter's checkpoint, remove the key 'pipesync'."
+            )
 
     def _detach(self, timeout_s: float) -> None:
         for hook in getattr(self, "_load_hooks", ()):

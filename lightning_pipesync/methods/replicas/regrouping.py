@@ -35,7 +35,6 @@ class RegroupedReplicaMethod(ReplicaMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         super()._attach(parameters)
-        self._place = self.transport.rank, self.transport.world_size  # of which the units are
         self._resumed: Part | None = None  # of which a checkpoint was, until the first step
         self._handed: dict[str, Stateful] = {}  # what is handed over besides this method's state
         self._received: dict[str, dict[str, Any]] = {}  # of that what nobody has asked for yet
@@ -212,13 +211,12 @@ class RegroupedReplicaMethod(ReplicaMethod):
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns that of :meth:`ReplicaMethod.state_dict`; with ``lighthouse`` it has a part of the outer state."""
-        place = {} if self.config.lighthouse is None else {"place": list(self._place)}
-        return {**super().state_dict(), **place}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`ReplicaMethod.load_state_dict`; with ``lighthouse`` before :meth:`join`."""
         super().load_state_dict(state)
         if self.config.lighthouse is not None and "place" in state:
             self._place = self._resumed = tuple(state["place"])
+
+    def _check_place(self, rank: int, world_size: int) -> None:
+        if self.config.lighthouse is None:  # otherwise the outer state is divided anew
+            super()._check_place(rank, world_size)
