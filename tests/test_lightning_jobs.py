@@ -9,12 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGDStrategy
-from tests.harness import DIED, launch
+from tests.harness import DIED, assert_raised, launch, raised
 from tests.lightning_models import SAMPLES, Classifier, dataset, trainer, val_loader
 from tests.lost_ranks import die
 from tests.reference_elastic_data import Data, seen
@@ -121,6 +122,16 @@ def test_trainers_of_several_ranks_divide_the_data_among_all_ranks_that_are_left
     expected = seen(Data(SAMPLES, 2), {0: "012345", DIES + 1: "2345"}, 1)
     for rank in range(2, 6):
         assert outcomes[rank] == [batch for _, batch in expected[str(rank)]]
+
+
+def average_each_step(number: int, directory: Path) -> tuple[str, str] | None:
+    run = trainer(LocalSGDStrategy(period=PERIOD), 1, directory / str(number), callbacks=[EMAWeightAveraging()])
+    return raised(lambda: run.fit(Classifier(), DataLoader(dataset(), 4), val_loader()))
+
+
+def test_a_running_average_of_each_job_is_refused(tmp_path: Path) -> None:
+    [outcome] = launch_replicas(average_each_step, 1, tmp_path)
+    assert_raised(outcome, "ValueError", "lighthouse='127.0.0.1:", "EMAWeightAveraging", "leave lighthouse out")
 
 
 def train_an_epoch(_: int, directory: Path, period: int, devices: int = 1) -> tuple[Tensor, Tensor]:

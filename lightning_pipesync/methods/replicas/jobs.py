@@ -168,6 +168,20 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
+    def follow(self, module: nn.Module) -> None:
+        """See :meth:`ReplicaMethod.follow`.
+
+        Raises:
+            ValueError: with ``lighthouse``, where :meth:`flush` does not communicate.
+        """
+        if self._sections is not None:
+            raise ValueError(
+                f"lighthouse={self.config.lighthouse!r}: a running average of the weights (EMA), as of "
+                "EMAWeightAveraging, would be another one in each job, as an evaluation does not communicate: leave it "
+                "out, or leave lighthouse out to have the replicas in this job."
+            )
+        super().follow(module)
+
     def flush(self) -> None:
         """See :meth:`ReplicaMethod.flush`; with ``lighthouse`` sets the weights to those of the last round."""
         if self._sections is None:
@@ -193,8 +207,7 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
             self.synchronize()
             if any(tensors.diverged for tensors in self._replicas):
                 self._sections.end(self._average_for_good)
-                for tensors in (self._non_trainable, *self._followers):
-                    tensors.keep_average()
+                self._non_trainable.keep_average()
                 self.flushed = False
             self._departure.notice.close()
             self._has_ended = True

@@ -67,8 +67,7 @@ class RegroupedReplicaMethod(ReplicaMethod):
 
     def undo_averages(self) -> None:
         """Restores the tensors that no optimizer updates; not a collective call."""
-        for tensors in (self._non_trainable, *self._followers):
-            tensors.undo_average()
+        self._non_trainable.undo_average()
 
     # --- other replicas --------------------------------------------------------------------------------------------
 
