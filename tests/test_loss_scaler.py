@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import raised
-from tests.models import average_gradients, loss, seeded_mlp, state
+from tests.models import assert_same, average_gradients, loss, seeded_mlp, state
 
 STEPS, OVERFLOW = 6, 3
 
@@ -163,6 +163,32 @@ def overflow_at_first(method: Callable[..., Any]) -> bool:
     return any(bool(state) for state in optimizer.state.values())
 
 
+def train_unequally(servers: int) -> tuple[dict[str, Tensor], list[bool]]:
+    """Rank 1 takes one step more before a flush; returns the weights, and which steps after it are skipped."""
+    model, optimizer, _ = prepared("momentum")
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    sync = METHODS["parameter_server"](model, optimizer, servers=servers, timeout_s=5)
+    skipped = []
+
+    def step(number: int) -> None:
+        scaled_backward(model, scaler, number)
+        sync.reduce(scaler=scaler)
+        sync.step(lambda: scaler.step(optimizer))
+        before = scaler.get_scale()
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+
+    for number in range(1 + dist.get_rank()):
+        step(number)
+    sync.flush()
+    skipped.clear()
+    for number in range(OVERFLOW - 1, STEPS):
+        step(number)
+    sync.flush()
+    sync.detach()
+    return state(model), skipped
+
+
 #: Methods that apply what is not in ``p.grad``; the others average what a scaler has unscaled before.
 APART = ("dear", "dear, sharded", "parameter_server")
 MISUSES = [
@@ -180,6 +206,7 @@ def outcomes() -> Outcomes:
     cases |= {one: partial(misuse, *one) for one in MISUSES}
     cases |= {(overlook_an_overflow, name): partial(overlook_an_overflow, name) for name in OVERLOOKING}
     cases |= {(overflow_at_first, method): partial(overflow_at_first, method) for method in LOCAL}
+    cases |= {("unequal", servers): partial(train_unequally, servers) for servers in (1, 2)}
     return launch_cases({**cases, "former names": call_by_former_names, "disabled": train_without_scaling}, 2)
 
 
@@ -188,6 +215,13 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(method: str, optimizer: str
     for (weights, scale), expected in zip(outcomes[method, optimizer], outcomes[optimizer], strict=True):
         assert scale == expected[1] < 2.0**12, "one of the steps was skipped"
         torch.testing.assert_close(weights, expected[0])
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_all_ranks_skip_the_same_steps_after_unequal_numbers_of_them(servers: int, outcomes: Outcomes) -> None:
+    (weights, skipped), (others, also) = outcomes["unequal", servers]
+    assert skipped == also == [False, True, False, False]
+    assert_same(weights, others)
 
 
 @pytest.mark.parametrize(("how", "method", "optimizer"), MISUSES)

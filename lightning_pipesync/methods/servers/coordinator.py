@@ -188,7 +188,7 @@ class Coordinator:
                 continue
             if decision.whole:
                 self._same = set(decision.released)
-            for rank in self._followers:
+            for rank in self._followers if decision.skip is None else decision.stepping:
                 if rank not in self._lost:
                     self._send(rank, decision)
             if decision.whole and self._buffers:

@@ -80,14 +80,15 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all servers do next; with policies that cancel passes or skip steps, learners get it, too."""
+    """What all servers do next; with policies that cancel passes, learners get it, too; a ``skip`` only learners."""
 
     update: Update | None = None  # made first
     dropped: Gradient | None = None  # no update uses it
     released: tuple[int, ...] = ()  # the learners that then get the weights
     ahead: float = 0.0  # the number of updates by which these weights are predicted
     whole: bool = False  # all ranks get the same weights, which no codec changes
-    skip: bool | None = None  # all learners skip a step that they take together; None: it decides something else
+    skip: bool | None = None  # learners skip a step that they take together; None: it decides something else
+    stepping: tuple[int, ...] = ()  # the learners that take that step; some may have retired before it
     settings: UpdateSettings | None = None  # of the update
 
 

@@ -170,13 +170,13 @@ class Sequencer:
 
     def _skip_if_due(self) -> list[Decision]:
         """Decides whether a step is skipped, once all learners that take it have reported."""
-        reported = [learner for learner in self.learners.values() if learner.finite is not None]
+        reported = {rank: learner for rank, learner in self.learners.items() if learner.finite is not None}
         if not reported or any(learner.finite is None and learner.trains for learner in self.learners.values()):
             return []
-        skip = not all(learner.finite for learner in reported)
-        for learner in reported:
+        skip = not all(learner.finite for learner in reported.values())
+        for learner in reported.values():
             learner.finite = None
-        return [Decision(skip=skip)]
+        return [Decision(skip=skip, stepping=tuple(reported))]
 
     def _update_if_due(self, waits_for_more: bool = True) -> list[Decision]:
         """Makes updates of the pending gradients if they are enough, or if no learner is left who would add one."""

@@ -117,7 +117,7 @@ class ParameterServer(SyncMethod):
             self._server = make(shards, num_servers, config, router.send, router.fail, self._states.keep)
         everyone, predicts = range(transport.world_size), config.delay_compensation == "momentum"
         sequencer = Sequencer(policy, everyone, config.staleness_lr, predicts, range(roles.learners.start))
-        followers = everyone if policy.cancels or policy.together else everyone[:num_servers]
+        followers = everyone if policy.cancels else everyone[:num_servers]
         reporting = num_servers - 1 if roles.survives_loss else 0
         if config.independent_shards:  # each server is its own coordinator
             followers, reporting = everyone[transport.rank : transport.rank + 1], 0
