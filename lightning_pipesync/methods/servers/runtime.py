@@ -17,7 +17,7 @@ from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.core.marks import marks_of
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.loads import hook_loading
+from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
@@ -95,7 +95,8 @@ class ParameterServer(SyncMethod):
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
         self._loaded = self._weights_loaded = False
-        self._hooks = hook_loading(self._after_loading, self._module.modules(), self.optimizers)
+        served = modules_with(self._module, [tensor for _, tensor in self._served])
+        self._hooks = hook_loading(self._after_loading, served, self.optimizers)
         self._hooks += self._learner.hook(self._module, parameters, lambda: self.syncing)
         self._serve()
 
