@@ -80,8 +80,11 @@ class Learner:
         """Waits until all gradients are applied, and fetches the weights, which are the same on all ranks."""
         self._fetch(Request.RETIRE)
 
-    def retire_to_reload(self) -> None:
-        """Waits until all gradients are applied, and keeps the weights, which were loaded on all ranks."""
+    def retire_to_reload(self, weights_loaded: bool) -> None:
+        """Waits until all gradients are applied, and keeps its weights.
+
+        With ``weights_loaded`` these were loaded on all ranks, and what it has accrued is dropped.
+        """
         self._router.request(Request.RELOAD)
         self._router.await_weights("all ranks to load weights or an optimizer's state, as this one has")
 

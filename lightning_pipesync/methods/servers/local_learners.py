@@ -63,13 +63,15 @@ class DownpourLearner(_LocalLearner):
         super().retire()
         self._fetches = [self._fetch_of(self.steps + 1, before_pass=True)]
 
-    def retire_to_reload(self) -> None:
+    def retire_to_reload(self, weights_loaded: bool) -> None:
         if self._has_requested:
             self._router.await_weights()
             self._has_requested = False
+        if not weights_loaded and self._first_step <= self.steps:
+            self._push_gradients()
         self._forget_gradients()
         self._first_step, self._fetches = self.steps + 1, []
-        super().retire_to_reload()
+        super().retire_to_reload(weights_loaded)
 
     @torch.no_grad()
     def _push_and_fetch(self, gradient: Gradient) -> None:
@@ -202,11 +204,11 @@ class DiLoCoLearner(_LocalLearner):
         super().retire()
         self._fetches = []
 
-    def retire_to_reload(self) -> None:
+    def retire_to_reload(self, weights_loaded: bool) -> None:
         if self._pushed:
             self._receive()
         self._pushed, self._fetches, self._first_step = [], [], self.steps + 1
-        super().retire_to_reload()
+        super().retire_to_reload(weights_loaded)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "optimizer": self._optimizers[0].state_dict()}

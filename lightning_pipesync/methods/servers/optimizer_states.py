@@ -20,6 +20,9 @@ class ServedOptimizers:
 
     ``ask_servers`` returns what each server has kept of an optimizer's state, without a collective call. It is None if
     training does not survive the loss of a rank, so that collective calls are allowed.
+
+    Attributes:
+        optimizers: the optimizers.
     """
 
     def __init__(
@@ -31,23 +34,24 @@ class ServedOptimizers:
         transport: Transport,
         ask_servers: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
-        self._optimizers, self._buckets, self._shards = tuple(optimizers), buckets, shards
+        self.optimizers, self._buckets, self._shards = tuple(optimizers), buckets, shards
         self._num_servers, self._transport, self._ask_servers = num_servers, transport, ask_servers
-        self._kept: list[dict[str, Any]] = [{} for _ in self._optimizers]
+        self._kept: list[dict[str, Any]] = [{} for _ in self.optimizers]
         self._clear()
 
-    def read_loaded(self) -> None:
-        """Copies loaded weights and states of optimizers to this rank's shards."""
+    def read_loaded(self, weights: bool, optimizers: Sequence[Optimizer]) -> None:
+        """Copies what was loaded to this rank's shards: the weights, if so, and the states of ``optimizers``."""
         for shard in self._shards:
-            shard.read_weights()
-            if self._optimizers and self._optimizers[shard.bucket.group[0]].state:
+            if weights:
+                shard.read_weights()
+            if any(self.optimizers[shard.bucket.group[0]] is loaded for loaded in optimizers):
                 shard.update.read_states()
         self._clear()
 
     def keep(self) -> None:
         """Keeps a copy of this server's part of all states, on the host, for ranks that ask for it later."""
         if self._ask_servers is not None:
-            self._kept = [map_tensors(_on_host, self._part(index)) for index, _ in enumerate(self._optimizers)]
+            self._kept = [map_tensors(_on_host, self._part(index)) for index, _ in enumerate(self.optimizers)]
 
     def kept(self, index: int) -> dict[str, Any]:
         """Returns what :meth:`keep` has kept of an optimizer's state, by parameter name."""
@@ -55,7 +59,7 @@ class ServedOptimizers:
 
     def state_dict_of(self, index: int) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without servers; collective without ``ask_servers``."""
-        optimizer = self._optimizers[index]
+        optimizer = self.optimizers[index]
         optimizer.state.update(self._states_of(index))
         try:
             return optimizer.state_dict()
@@ -64,11 +68,11 @@ class ServedOptimizers:
 
     def restore_states(self) -> None:
         """Sets the whole state of the optimizers; collective without ``ask_servers``."""
-        for index, optimizer in enumerate(self._optimizers):
+        for index, optimizer in enumerate(self.optimizers):
             optimizer.state.update(self._states_of(index))
 
     def _clear(self) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.state.clear()
 
     def _states_of(self, index: int) -> dict[Tensor, dict[str, Any]]:

@@ -95,10 +95,11 @@ class ParameterServer(SyncMethod):
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
         self._loaded = self._weights_loaded = False
-        served = modules_with(self._module, [tensor for _, tensor in self._served])
-        self._hooks = hook_loading(self._after_loading, served, self.optimizers)
-        self._hooks += self._learner.hook(self._module, parameters, lambda: self.syncing)
+        self._loaded_optimizers: list[Optimizer] = []
+        self._hooks = self._learner.hook(self._module, parameters, lambda: self.syncing)
         self._serve()
+        served = modules_with(self._module, [tensor for _, tensor in self._served])
+        self._hooks += hook_loading(self._after_loading, served, self._states.optimizers)
 
     def _serve(self) -> None:
         """Starts this rank's server, if it has one, and the coordinator, which is used on ``roles.coordinators``."""
@@ -272,21 +273,23 @@ class ParameterServer(SyncMethod):
     def _after_loading(self, loaded: nn.Module | Optimizer, *_: object) -> None:
         """Makes the next step start from the loaded weights and optimizer states."""
         self._loaded = True
-        self._weights_loaded |= isinstance(loaded, nn.Module)
+        if isinstance(loaded, Optimizer):
+            self._loaded_optimizers.append(loaded)
+        elif not self._weights_loaded:
+            self._weights_loaded = True
+            self._learner.drop_residuals()
 
     def _reload(self) -> None:
-        """Makes the servers read loaded weights and states; a collective call.
+        """Makes the servers read what was loaded, weights or states or both; a collective call.
 
-        Gradients that were pushed before have no effect then; if weights were loaded, a codec's residuals neither. If
-        some ranks have loaded nothing, all raise an error.
+        If weights were loaded, gradients of those before have no effect then. If some ranks have loaded nothing, all
+        raise an error.
         """
-        self._loaded = False
-        self._learner.retire_to_reload()
-        if self._weights_loaded:
-            self._learner.drop_residuals()
-        self._weights_loaded = False
+        weights, optimizers = self._weights_loaded, self._loaded_optimizers
+        self._loaded, self._weights_loaded, self._loaded_optimizers = False, False, []
+        self._learner.retire_to_reload(weights)
         if self._server is not None:
-            self._server.reload(self._states.read_loaded)
+            self._server.reload(lambda: self._states.read_loaded(weights, optimizers))
         self._learner.retire()  # waits until all servers have read
         self._learner.begin_from_loaded()
 
@@ -336,7 +339,6 @@ class ParameterServer(SyncMethod):
         A collective call with ``policy="easgd"`` and ``"diloco"``.
         """
         self._learner.load_state_dict(state)
-        self._weights_loaded = False  # residuals are those of these weights
         versions = self._learner.versions
         version = versions[self.transport.rank] if self._server is not None else max(versions)
         self._router.newest = max(versions)
@@ -344,7 +346,7 @@ class ParameterServer(SyncMethod):
         self._coordinator.load_state_dict(state["coordinator"], version)
         if self._server is not None:
             self._server.version = version
-        self._loaded = True
+        self._loaded = self._weights_loaded = True  # and residuals are those of these weights
         if self._learner.outer is not None and "outer" in state:
             load_optimizer_state(self._learner.outer, state["outer"])
         if self._learner.owns_optimizer:
