@@ -68,13 +68,21 @@ def strategy(**settings: Any) -> ParameterServerStrategy:
     return ParameterServerStrategy(partition="work_queue", timeout_s=60, **settings)
 
 
-def fit(folder: Path, policy: str, size: int = 4, num_workers: int = 0, resume: bool = False) -> dict[str, Any]:
+def fit(
+    folder: Path, policy: str, size: int = 4, num_workers: int = 0, resume: bool = False, **given: Any
+) -> dict[str, Any]:
     marks = folder / ("resumed" if resume else "trained")
     marks.mkdir(parents=True, exist_ok=True)
     module = Uneven(marks, lets=policy == "async", plateau=True)
     checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     fitting = trainer(
-        strategy(policy=policy), 2, folder, max_epochs=EPOCHS, enable_checkpointing=True, callbacks=[checkpoint]
+        strategy(policy=policy),
+        2,
+        folder,
+        max_epochs=EPOCHS,
+        enable_checkpointing=True,
+        callbacks=[checkpoint],
+        **given,
     )
     path = folder / "epoch=0.ckpt" if resume else None
     fitting.fit(module, train_loader(size, num_workers=num_workers), val_loader(), ckpt_path=path)
@@ -130,6 +138,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {one: partial(fit, folder / one[0], *one) for one in FITS}
     cases["resumed"] = partial(fit, folder / "async", "async", resume=True)
+    cases["reloaded"] = partial(fit, folder / "reloaded", "sync", 5, reload_dataloaders_every_n_epochs=1)
     for given, accumulated, _ in UNTIL:
         cases[str(given), accumulated] = partial(fit_until, folder, accumulated, given)
     cases |= {words: partial(refuse, settings, folder) for words, settings in REFUSED.items()}
@@ -157,6 +166,12 @@ def test_every_sample_is_trained_on_once(policy: str, size: int, num_workers: in
     assert fast["epochs"][0] != fast["epochs"][1]
     assert len(fast["validated"]) == len(slow["validated"]) == EPOCHS
     assert all(map(torch.equal, fast["validated"], slow["validated"]))
+
+
+def test_a_rank_with_more_batches_does_not_wait_for_others_that_make_their_validation_loaders(
+    trained: Outcomes,
+) -> None:
+    assert_whole_epochs(*trained["reloaded"], EPOCHS, 5)
 
 
 def test_resumes_after_an_epoch(trained: Outcomes) -> None:

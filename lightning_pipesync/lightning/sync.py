@@ -85,7 +85,7 @@ class SyncStrategyMixin(JoiningMixin):
         self._prepare_to_join(method)
         if not method.in_lockstep:
             check_agreements(trainer, self.name)
-        if not method.in_lockstep or self.config.partition == "work_queue":
+        if self._may_be_uneven(method):
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         if self.config.partition == "work_queue":
             self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
@@ -243,7 +243,7 @@ class SyncStrategyMixin(JoiningMixin):
     @override
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks: before a validation makes its loaders, also for those that need others' gradients."""
-        if name == VALIDATION_LOADERS and self.method is not None and not self.method.in_lockstep:
+        if name == VALIDATION_LOADERS and self.method is not None and self._may_be_uneven(self.method):
             self.flush()
         super().barrier(name)
 
@@ -318,6 +318,10 @@ class SyncStrategyMixin(JoiningMixin):
         return self._whole(self.method.optimizer_state_dict(unwrapped(optimizer)))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _may_be_uneven(self, method: SyncMethod) -> bool:
+        """Whether ranks may have taken different numbers of steps."""
+        return not method.in_lockstep or self.config.partition == "work_queue"
 
     def _steps_per_epoch(self) -> int | None:
         trainer = self._trainer
