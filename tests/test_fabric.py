@@ -228,6 +228,29 @@ def order_of_the_data() -> tuple[list[list[int]], Any, Any]:
     return [[int(index) for indices, *_ in loader for index in indices] for _ in range(3)], injected, refused
 
 
+def inject_after(change: str, folder: Path) -> list[list[int]]:
+    """The batches of a second epoch, after a checkpoint was loaded, or another optimizer was set up, or neither."""
+    fabric = launched("selsync", {"injection": (0.5, 0.5)})
+    model = seeded_mlp()
+    wrapped, optimizer = fabric.setup(model, SGD(model[0].parameters(), lr=0.1))
+    loader = fabric.strategy.prepare_train_loader(DataLoader(dataset(), 8))
+    progress = {"model": wrapped, "optimizer": optimizer, "loader": loader}
+    seen: list[list[int]] = []
+    for epoch in range(2):
+        if epoch and change == "checkpoint":
+            fabric.save(folder / "injected", progress)
+            fabric.load(folder / "injected", progress)
+        elif epoch and change == "optimizer":
+            fabric.setup_optimizers(SGD(model[2].parameters(), lr=0.1))
+        seen.clear()
+        for i, (indices, *_) in enumerate(loader):
+            seen.append(indices.tolist())
+            fabric.backward(loss(wrapped, i, fabric.global_rank))
+            optimizer.step()
+    fabric.strategy.teardown()
+    return seen
+
+
 #: What is named, or said, where Fabric is used wrongly.
 WRONG = ("No model that was set up", "fused=False", "norm_type=inf", "'pipesync'", "was not set up", "called directly")
 
@@ -308,6 +331,8 @@ def train_a_pipeline(within: bool) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+#: After which a loader is used on.
+CHANGES = ("nothing", "checkpoint", "optimizer")
 #: Whose steps are left out, and how; last, where ranks disagree.
 LEFT_OUT = ("before", "set to None", "set to zero", "alone")
 
@@ -322,6 +347,7 @@ def trained(folder: Path) -> Outcomes:
         cases |= {(function, name): partial(function, name) for name in ["ddp", *NAMES]}
     cases |= {"validation": partial(validate_and_save, folder), "data": order_of_the_data}
     cases |= {("pipeline", within): partial(train_a_pipeline, within) for within in (True, False)}
+    cases |= {(inject_after, change): partial(inject_after, change, folder) for change in CHANGES}
     cases |= {kind: partial(do_it_wrong, kind) for kind in WRONG}
     return launch_cases({**cases, **{how: partial(leave_out_a_step, how) for how in LEFT_OUT}}, 2, init=False)
 
@@ -401,6 +427,14 @@ def test_the_training_data_of_selsync(trained: Outcomes) -> None:
             sampler.set_epoch(epoch)
             assert seen == list(sampler)
         assert sorted(epochs[0] + epochs[1]) == list(range(64))
+
+
+@pytest.mark.parametrize("change", CHANGES[1:])
+def test_a_prepared_loader_follows_the_method_of_that_time(change: str, trained: Outcomes) -> None:
+    """A checkpoint has the place in the sequence of draws; with another optimizer it begins anew."""
+    for batches, expected in zip(trained[inject_after, change], trained[inject_after, "nothing"], strict=True):
+        assert max(map(len, batches)) == 5 + 2
+        assert change == "optimizer" or batches == expected
 
 
 @pytest.mark.parametrize("kind", WRONG)

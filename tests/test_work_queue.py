@@ -40,7 +40,8 @@ def take_turns(folder: Path, epoch: int, number: int, rank: int) -> None:
         wait_for(mark(0, AHEAD - 1).exists)
 
 
-def train_with_fabric(folder: Path) -> dict[str, Any]:
+def train_with_fabric(folder: Path, loads: bool) -> dict[str, Any]:
+    """Trains with Fabric; ``loads``: saves after each epoch, and loads that into what it trains."""
     fabric = Fabric(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ParameterServerFabricStrategy(**SETTINGS)
     )
@@ -58,6 +59,10 @@ def train_with_fabric(folder: Path) -> dict[str, Any]:
             optimizer.step()
         with fabric.strategy.consolidated():
             weights = {name: value.clone() for name, value in state(model).items()}
+        if loads:
+            progress = {"model": model, "optimizer": optimizer, "loader": loader}
+            fabric.save(folder / "checkpoint", progress)
+            fabric.load(folder / "checkpoint", progress)
     fabric.strategy.teardown()  # waits for the other rank
     return {"seen": seen, "weights": weights}
 
@@ -92,10 +97,10 @@ def train_with_accelerate(folder: Path) -> dict[str, Any]:
     return {"seen": seen, "weights": weights}
 
 
-@pytest.mark.parametrize("framework", ["fabric", "accelerate"])
+@pytest.mark.parametrize("framework", ["fabric", "fabric that loads", "accelerate"])
 def test_each_rank_takes_its_next_batch_from_the_queue(framework: str, tmp_path: Path) -> None:
-    if framework == "fabric":
-        fast, slow = launch(train_with_fabric, 2, tmp_path, init=False)
+    if framework != "accelerate":
+        fast, slow = launch(train_with_fabric, 2, tmp_path, framework != "fabric", init=False)
     else:
         fast, slow = launch(train_with_accelerate, 2, tmp_path, init=False)
     everything = sorted(index for outcome in (fast, slow) for batch in outcome["seen"] for index in batch)

@@ -74,25 +74,41 @@ class TrainingData:
         self._arrived: list[dict[str, Any]] = []  # places of loaders that are yet to be prepared
         self._place: tuple[int, int] | None = None  # of which the loaders are; None: as they were prepared
 
-    def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None = None) -> TrainLoader:
-        """See :meth:`SyncMethod.prepare_train_loader`."""
+    def prepare(
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        to_device: Callable[[Any], Any] | None = None,
+        find_data: Callable[[], TrainingData] | None = None,
+    ) -> TrainLoader:
+        """See :meth:`SyncMethod.prepare_train_loader`.
+
+        ``find_data`` returns the training data of the method of that time, if a framework may attach another one.
+        """
+        find = find_data or (lambda: self)
         self._num_prepared += 1
         if self.elastic:
-            ordered = self._in_order(loader, seed)
-            self.steps_per_epoch = lambda: num_batches(ordered)
+            ordered = self._in_order(loader, seed, find)
         else:
-            ordered = on_all_ranks(self.transport, lambda: self._in_order(loader, seed))
+            ordered = on_all_ranks(self.transport, lambda: self._in_order(loader, seed, find))
+
+        def steps_per_epoch() -> int | None:
             order = sampler_of(ordered)
-            number = order.num_batches if isinstance(order, WorkQueueBatches) else num_batches(ordered)
-            check_same(self.transport, [("the number of training batches in an epoch", str(number))])
-            self.steps_per_epoch = lambda: number
+            return order.num_batches if isinstance(order, WorkQueueBatches) else num_batches(ordered)
+
+        if not self.elastic:
+            check_same(self.transport, [("the number of training batches in an epoch", str(steps_per_epoch()))])
+        self.steps_per_epoch = steps_per_epoch
 
         def finish(batch: Any) -> Any:
-            self.followed = True
-            injected = self.inject(batch)
+            data = find()
+            data.followed = True
+            if data.steps_per_epoch() is None:
+                data.steps_per_epoch = steps_per_epoch
+            injected = data.inject(batch)
             return injected if to_device is None else to_device(injected)
 
-        train_loader = TrainLoader(ordered, finish, lambda: self.between_batches())
+        train_loader = TrainLoader(ordered, finish, lambda: find().between_batches())
         self.add(train_loader)
         return train_loader
 
@@ -172,7 +188,7 @@ class TrainingData:
                     f"train_loader = sync.prepare_train_loader(train_loader), or {way_out}."
                 )
 
-    def _in_order(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    def _in_order(self, loader: DataLoader[Any], seed: int, find: Callable[[], TrainingData]) -> DataLoader[Any]:
         """Returns ``loader`` in this rank's order, with the batch size of Eq. 3."""
         if not isinstance(loader, DataLoader):
             raise ValueError(
@@ -193,7 +209,7 @@ class TrainingData:
                 )
             return with_seed_of_its_own(copy(in_order(loader, settings, None, samples)))
         if settings.partition == "work_queue":
-            return with_work_queue(loader, order, self.ask, self._num_prepared)
+            return with_work_queue(loader, order, lambda *asked: find().ask(*asked), self._num_prepared)
         if settings.partition == "seldp":
             return in_order(loader, settings, order, samples)
         return with_seed_of_its_own(with_order(loader, resumable(order), samples))

@@ -24,6 +24,7 @@ from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
+from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
 from lightning_pipesync.fabric.sharded import ShardedModelMixin
@@ -105,7 +106,14 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
             ValueError: as in :meth:`SyncMethod.prepare_train_loader` and :meth:`method_of`.
         """
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return self.method_of(optimizer).prepare_train_loader(loader, seed, self.batch_to_device)
+        method = self.method_of(optimizer)
+        data, trained = method.data, method.optimizers[0]
+
+        def find_data() -> TrainingData:  # loading a checkpoint, or adding an optimizer, replaces the method
+            session = self._sessions.session_of(trained)
+            return data if session is None else session.method.data
+
+        return data.prepare(loader, seed, self.batch_to_device, find_data)
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
