@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
@@ -457,6 +458,48 @@ def test_each_rank_takes_its_next_batch_from_the_queue() -> None:
         assert len(fast) > len(slow) > 0
         assert updates == len(fast) + len(slow) == 2 * 13
         assert len({tuple(batch) for batch in (*fast, *slow)}) == 2 * 13, "batches of the second epoch are other ones"
+
+
+def resume_a_work_queue(how: str) -> tuple[int, list[str]]:
+    """Trains on from a checkpoint after three epochs; returns the batches of the next one, and what is warned of."""
+    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = ServedRun(policy="async", partition="work_queue")
+        train_loader = run.sync.prepare_train_loader(loader)
+        for _ in range(3):
+            for number, _ in enumerate(train_loader):
+                run.step(number)
+        run.sync.flush()
+        saved = state(run.model), run.sync.state_dict(), train_loader.state_dict()
+        run.sync.detach()
+        run = ServedRun(policy="async", partition="work_queue")
+        train_loader = run.sync.prepare_train_loader(loader)
+        run.model.load_state_dict(saved[0])
+        run.sync.load_state_dict(saved[1])
+        if how == "the loader's state":
+            train_loader.load_state_dict(saved[2])
+        elif how != "nothing":
+            train_loader.set_epoch(int(how))
+        num_batches = 0
+        for number, _ in enumerate(train_loader):
+            run.step(number)
+            num_batches += 1
+        run.end()
+    return num_batches, [str(one.message) for one in caught if "work queue" in str(one.message)]
+
+
+def test_a_resumed_work_queue_warns_of_epochs_that_were_handed_out() -> None:
+    """They give no batches, or begin again: the run goes on with the loader's own state, or with ``set_epoch``."""
+    hows = {"the loader's state": 5, "3": 5, "nothing": 5, "2": 0}
+    outcomes = launch_cases({how: partial(resume_a_work_queue, how) for how in hows}, 2)
+    for how, num_batches in hows.items():
+        (first, warned), (second, elsewhere) = outcomes[how]
+        assert first + second == num_batches
+        assert elsewhere == []
+        assert len(warned) == (how in ("nothing", "2"))
+        begins = 2 if how == "2" else 0
+        assert all(f"begins with epoch {begins}" in text and "until epoch 2" in text for text in warned)
 
 
 def with_teacher(**settings: Any) -> dict[str, Tensor]:

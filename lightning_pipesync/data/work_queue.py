@@ -79,6 +79,19 @@ class WorkQueue:
         self._ranks = set(ranks)
         self._next: dict[LoaderEpoch, int] = {}
         self._had: dict[LoaderEpoch, set[int]] = {}  # the ranks that have had one
+        self._last: dict[int, int] = {}  # by loader that no rank has asked for since it resumed, its last epoch before
+
+    def problem_of_resumption(self, epoch: LoaderEpoch, num_batches: int) -> str | None:
+        """Returns what to warn of before a loader's first batch after it has resumed: it begins where it has been."""
+        loader, number = epoch
+        last = self._last.pop(loader, -1)
+        if number > last or (number == last and self._next[epoch] < num_batches):
+            return None
+        return (
+            f"Training loader {loader} begins with epoch {number} after a checkpoint where the work queue has handed "
+            f"out its batches until epoch {last}: the last of these epochs have none now. Load the state_dict() of the "
+            "loader that prepare_train_loader() has returned, too, or call its set_epoch() with the epoch to train on."
+        )
 
     def take(self, rank: int, epoch: LoaderEpoch, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of the next of ``num_batches`` mini-batches for a rank; None if none is left for it.
@@ -103,3 +116,4 @@ class WorkQueue:
     def load_state_dict(self, state: Mapping[LoaderEpoch, tuple[int, list[int]]]) -> None:
         self._next = {key: number for key, (number, _) in state.items()}
         self._had = {key: set(had) for key, (_, had) in state.items()}
+        self._last = {loader: max(epoch for other, epoch in state if other == loader) for loader, _ in state}

@@ -12,8 +12,10 @@ counts once all of them have it, and whatever its learner sends later waits for 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +119,9 @@ class Coordinator:
             if ask.num_resumed > self._num_resumed:
                 self._early.append((rank, ask))
                 return
+            if problem := self._queue.problem_of_resumption((ask.loader, ask.epoch), ask.num_batches):
+                with suppress(UserWarning):  # where warnings are errors
+                    warnings.warn(problem, stacklevel=2)
             number = self._queue.take(rank, (ask.loader, ask.epoch), ask.num_batches, ask.to_each)
         self._send(rank, Batch(number))
 
