@@ -143,6 +143,22 @@ def test_a_state_from_before_the_first_batch_restarts_training() -> None:
     assert_same_weights(engine, fresh)
 
 
+@pytest.mark.parametrize("settings", [*({"algorithm": name} for name in ASYNCHRONOUS), {"clip_norm": 0.1}])
+def test_a_state_that_is_loaded_with_mini_batches_in_flight_replaces_them(settings: dict[str, Any]) -> None:
+    """Their gradients are of other weights; one mini-batch is in parts, of which the last is still to come."""
+    engine, other = engine_on(layers(), "adam", **settings), engine_on(layers(), "adam", **settings)
+    train_on(engine, range(4))
+    train_on(other, range(4))
+    good = engine.state_dict()
+    other.flush()
+    train_on(engine, range(10, 14))
+    engine.train_batch(batch(14, 0), completes=False)
+    engine.load_state_dict(good)
+    train_on(engine, range(4, 8))
+    train_on(other, range(4, 8))
+    assert_same_weights(engine, other)
+
+
 class Ends(nn.Module):
     def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
         return parts[0] * parts[1]

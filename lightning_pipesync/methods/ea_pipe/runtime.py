@@ -257,9 +257,12 @@ class EAPipe(PipelineMethod):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from the result of :meth:`state_dict` on this rank; traced stages resume at the first batch.
 
+        Mini-batches in flight are ended first.
+
         Raises:
             ValueError: the state is of other stages, another algorithm or another number of replicas.
         """
+        self.flush()
         self._gathered, self._to_resume = False, None
         if not state["stages"]:  # it was saved before the first mini-batch
             for stage in self._stages:

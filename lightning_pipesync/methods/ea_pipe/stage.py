@@ -203,8 +203,9 @@ class ModelStage:
         return None
 
     def reset(self) -> None:
-        """Restarts with the first mini-batch, from the current weights and optimizer state."""
+        """Restarts with the first mini-batch, from the current weights and optimizer state; after :meth:`finish`."""
         self.step = self._num_passes = 0
+        self._partial = None
         self.weights.reset()
         self.weights.load_master()
         self._averages.reset()
@@ -215,7 +216,9 @@ class ModelStage:
         return {"step": self.step, "passes": passes, "weights": self.weights.state_dict(), "averages": averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from the result of :meth:`state_dict`; after :meth:`finish`."""
         self.step, self._num_passes = state["step"], state["passes"]
+        self._partial = None
         self.weights.load_state_dict(state["weights"])
         self.weights.load_master()
         self._averages.load_state_dict(state.get("averages", {}))  # not in checkpoints of earlier versions
