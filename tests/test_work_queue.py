@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.fabric import ParameterServerFabricStrategy
-from tests.harness import launch, raised
+from tests.harness import assert_refused, launch, raised
 from tests.lost_ranks import wait_for
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 
@@ -111,23 +112,37 @@ def test_each_rank_takes_its_next_batch_from_the_queue(framework: str, tmp_path:
         assert torch.equal(value, slow["weights"][name]), name
 
 
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
+
+
 def prepare_wrongly() -> list[Any]:
-    """Prepares the loader before the model, and trains on one that was not prepared; returns what is raised."""
+    """Prepares loaders that have no place in a queue, or before the model, and trains on one that was not prepared."""
+    drawn = DataLoader(range(SAMPLES), sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
     accelerator = PipeSyncAccelerator(PipeSyncPlugin("parameter_server", **SETTINGS))
     early = raised(lambda: accelerator.prepare_train_loader(data()))
+    model = seeded_mlp()
+    accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+    refused = [raised(lambda one=one: accelerator.prepare_train_loader(one)) for one in (drawn, DataLoader(Numbers()))]
+    accelerator.free_memory()
     fabric = Fabric(accelerator="cpu", devices=2, strategy=ParameterServerFabricStrategy(**SETTINGS))
     fabric.launch()
     model = seeded_mlp()
     model, optimizer = fabric.setup(model, OPTIMIZERS["sgd"](model))
+    prepare = fabric.strategy.prepare_train_loader
+    refused += [raised(lambda one=one: prepare(one)) for one in (drawn, DataLoader(Numbers()))]
     for _ in fabric.setup_dataloaders(data()):
         fabric.backward(loss(model, 0, fabric.global_rank))
-        outcomes = [early, raised(optimizer.step)]
+        outcomes = [early, raised(optimizer.step), *refused]
         fabric.strategy.teardown()
         return outcomes
     return []
 
 
 def test_loaders_that_nobody_hands_out_are_refused() -> None:
-    for early, unknown in launch(prepare_wrongly, 2, init=False):
+    for early, unknown, *refused in launch(prepare_wrongly, 2, init=False):
         assert "prepare(model, optimizer) before prepare_train_loader()" in early[1]
         assert "partition='work_queue' has no effect" in unknown[1]
+        for one, named in zip(refused, ["range with a WeightedRandomSampler", "Numbers with a "] * 2, strict=True):
+            assert_refused({f"this loader has {named}": one})

@@ -53,13 +53,15 @@ def for_training(
 
     Iterable data sets and the user's own samplers and batch samplers keep the order that Accelerate gives them, with a
     warning if ``partition="seldp"``. The ``seed`` is the same on all ranks.
+
+    Raises:
+        ValueError: a setting has no effect on this loader; with ``partition="work_queue"`` on every rank.
     """
     if config.partition == "work_queue":
         number = len(prepared_loaders(accelerator))
         ordered = find_data().prepare(loader, seed).loader
-        if isinstance(batches := sampler_of(ordered), WorkQueueBatches):
-            batches.ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
-            return _prepared(accelerator, ordered, divided_by=1)
+        sampler_of(ordered).ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
+        return _prepared(accelerator, ordered, divided_by=1)
     if config.partition != "seldp" and config.injection is None:
         return _divided(accelerator, loader, seed)
     num_samples = _batch_size(accelerator, loader, config.injection)

@@ -45,8 +45,8 @@ def replaceable_order(
     """Returns the order of ``loader`` as a ``DistributedSampler``, if it is one that ``settings`` may replace.
 
     That is a ``DistributedSampler`` itself, or with ``seed`` torch's order of a map-style data set, shuffled or not.
-    Any other order is the user's, and stays: rank 0 warns if ``settings.partition`` has no effect on it. ``divided``:
-    the framework divides its batches among the ranks.
+    Any other order is the user's, and stays: rank 0 warns if SelDP has no effect on it. ``divided``: the framework
+    divides its batches among the ranks.
     """
     order, iterable = sampler_of(loader), isinstance(loader.dataset, IterableDataset)
     if type(order) is DistributedSampler and not iterable:
@@ -54,7 +54,7 @@ def replaceable_order(
     if seed is not None and not iterable and _has_default_order(loader):
         shuffle = type(order) is RandomSampler
         return DistributedSampler(loader.dataset, world_size, rank, shuffle, seed, drop_last)
-    if settings.partition != "defdp" and rank == 0 and not isinstance(order, SelDPSampler):
+    if settings.partition == "seldp" and rank == 0 and not isinstance(order, SelDPSampler):
         remains = "which itself has to give each rank data of its own"
         if divided:
             remains = "whose batches are divided among the ranks, and which must have the same order on all of them"
@@ -138,13 +138,28 @@ def in_elastic_order(
 
 
 def with_work_queue(
-    loader: DataLoader[Any], order: DistributedSampler[Any], ask: Ask, number: int, *, to_each_of: int | None = None
+    loader: DataLoader[Any],
+    order: DistributedSampler[Any] | None,
+    ask: Ask,
+    number: int,
+    *,
+    to_each_of: int | None = None,
 ) -> DataLoader[Any]:
     """Returns a loader of the same map-style data set that takes its batches from a work queue of all ranks.
 
-    ``order`` is replaced, and its shuffle and seed stay. ``number`` is that of the loader, the same on all ranks.
-    ``to_each_of`` is the number of ranks if each is to get one batch of an epoch at least.
+    ``order`` is what :func:`replaceable_order` returned; it is replaced, and its shuffle and seed stay. ``number`` is
+    that of the loader, the same on all ranks. ``to_each_of`` is the number of ranks if each is to get one batch of an
+    epoch at least.
+
+    Raises:
+        ValueError: the order is the user's own, the loader makes no batches, or they are too few.
     """
+    if order is None:
+        raise ValueError(
+            "partition='work_queue' hands out the samples of a map-style data set in the framework's or torch's order, "
+            f"and this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
+            "out the sampler, or set partition='defdp'."
+        )
     if loader.batch_sampler is None:
         raise ValueError(
             "partition='work_queue' hands out batches, and this loader has batch_size=None: let it make them, or "

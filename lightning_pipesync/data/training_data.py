@@ -201,6 +201,8 @@ class TrainingData:
         settings, (rank, world_size) = self._settings, self.transport.place_of_data
         samples = batch_size_before_injection(loader, settings.injection, world_size)
         order = replaceable_order(loader, settings, rank, world_size, seed)
+        if settings.partition == "work_queue":
+            return with_work_queue(loader, order, lambda *asked: find().ask(*asked), self._num_prepared)
         if order is None:
             if settings.full_pass and not getattr(sampler_of(loader), "full_pass", False):
                 raise ValueError(
@@ -208,8 +210,6 @@ class TrainingData:
                     "SelDPSampler(full_pass=True) or no sampler, or set full_pass=False."
                 )
             return with_seed_of_its_own(copy(in_order(loader, settings, None, samples)))
-        if settings.partition == "work_queue":
-            return with_work_queue(loader, order, lambda *asked: find().ask(*asked), self._num_prepared)
         if settings.partition == "seldp":
             return in_order(loader, settings, order, samples)
         return with_seed_of_its_own(with_order(loader, resumable(order), samples))

@@ -29,12 +29,6 @@ class UnevenBatches:
 
     def with_work_queue(self, loader: DataLoader[Any], order: DistributedSampler[Any] | None) -> DataLoader[Any]:
         """Returns a loader that takes its batches from the work queue; ``order`` is None if it is the user's own."""
-        if order is None:
-            raise ValueError(
-                "partition='work_queue' hands out the samples of a map-style data set in Lightning's order, and "
-                f"this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
-                "out the sampler, or set partition='defdp'."
-            )
         self._num_loaders += 1
         loader = with_work_queue(loader, order, self._ask, self._num_loaders, to_each_of=self._world_size)
         self._batches = sampler_of(loader)
