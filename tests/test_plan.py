@@ -57,7 +57,8 @@ def cluster(bandwidth: float, world_size: int = 4, **errors: float) -> Cluster:
 
 
 def by_method(found: Any) -> dict[str, Any]:
-    return {one.method: one for one in sorted(found, key=lambda one: -one.seconds)}  # the fastest one stays
+    """By title, which tells the variants of a method from each other."""
+    return {one.title: one for one in sorted(found, key=lambda one: -one.seconds)}  # the fastest one stays
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -155,6 +156,22 @@ def test_low_rank_is_planned_with_what_its_factors_cost() -> None:
         assert one.seconds == pytest.approx(low_rank.seconds - 0.008 + seconds)
     assert fastest(work, at)["dear"] > 2.0
     assert "dear (low_rank=4)" not in {one.title for one in predict(WORK, at)}
+
+
+def test_dear_is_planned_with_a_codec_in_both_halves() -> None:
+    """Which is no variant of the exact training, and keeps the network busy for as long as its all-reduces take."""
+    for bandwidth in (1e6, 1e7):
+        at = cluster(bandwidth)
+        at = replace(at, all_reduces={**at.all_reduces, "int4": LinkCost(1e-4, 0.13 / bandwidth + 1e-10)})
+        found = by_method(predict(WORK, at))
+        exact, planned = found["dear"], found["dear (compression=int4)"]
+        assert exact.exact
+        assert not planned.exact
+        assert DeARConfig(**planned.settings).compression == "int4"
+        on_network = at.all_reduces["int4"].all_reduce(16 * MIB, 4)
+        assert on_network < planned.seconds < on_network + 0.1
+        assert planned.seconds < 0.3 * exact.seconds
+    assert "dear (compression=int4)" not in by_method(predict(WORK, cluster(1e7)))
 
 
 def test_a_step_with_large_factors_and_one_with_small_ones_take_turns() -> None:

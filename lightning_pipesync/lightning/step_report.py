@@ -165,7 +165,8 @@ class StepReportMixin(ChecksOverrides, _Base):
 
         def likeness(prediction: Mapping[str, Any]) -> tuple[bool, int]:
             settings = prediction["settings"]
-            same_training = getattr(config, "low_rank", None) == settings.get("low_rank")
+            usual = {"low_rank": None, "compression": "none"}  # others train otherwise
+            same_training = all(getattr(config, name, of) == settings.get(name, of) for name, of in usual.items())
             return same_training, sum(getattr(config, name, None) == value for name, value in settings.items())
 
         predicted = max(planned, key=likeness)["seconds"]

@@ -128,8 +128,8 @@ def _advice_for(racks: Sequence[Sequence[int]], num_ranks: int) -> str:
     """Returns what to do about thin uplinks: strategies that take neighbors together need racks of neighbors."""
     if [rank for rack in racks for rank in rack] != list(range(num_ranks)) or len(set(map(len, racks))) > 1:
         return (
-            "What was made for that takes as many ranks of each rack, numbered rack by rack: docs/topologies.md, and "
-            "ranks_per_replica in docs/local_sgd.md."
+            "What was made for that takes as many ranks of each rack, numbered rack by rack: see docs/topologies.md, "
+            "and ranks_per_replica."
         )
     return f"Made for that, and not run here: {', '.join(_made_for_racks(len(racks[0])))}."
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 #: Seconds after which a rank that does not answer counts as lost, so that no trial lasts for ever.
 TIMEOUT_S = 120.0
 
-#: How many exact predictions are run, besides DDP, and how many other methods.
+#: How many exact predictions are run, besides DDP, and how many other trainings.
 PROVEN = 2
 
 
@@ -48,7 +48,7 @@ def candidate_of(prediction: Prediction, model: BenchModel, replicas: Replicas =
 
 
 def to_prove(predictions: Sequence[Prediction], runs: Callable[[Prediction], bool]) -> list[Prediction]:
-    """Returns the baseline, the best of the exact predictions, and the best of the other methods, each of these once.
+    """Returns the baseline, the best of the exact predictions, and the best of the other trainings, each of these once.
 
     ``runs`` tries one, and returns whether it can be run: the next best replaces one that cannot.
     """
@@ -58,8 +58,8 @@ def to_prove(predictions: Sequence[Prediction], runs: Callable[[Prediction], boo
     chosen += islice(exact, PROVEN)
     others: dict[str, Prediction] = {}
     for one in in_order:
-        if len(others) < PROVEN and not one.exact and one.method not in others and runs(one):
-            others[one.method] = one
+        if len(others) < PROVEN and not one.exact and one.title not in others and runs(one):
+            others[one.title] = one
     return [*chosen, *others.values()]
 
 

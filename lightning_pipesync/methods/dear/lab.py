@@ -32,6 +32,9 @@ from lightning_pipesync.methods.laboratory import BenchCandidate, Drilled, LabEn
 #: measured, as on busy processors, fewer are better.
 LARGER = 4
 
+#: The codec that is planned.
+CODEC = "int4"
+
 #: The rank of the factors that are planned.
 LOW_RANK = 4
 
@@ -80,12 +83,14 @@ class DeARLab(LabEntry):
         ]
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-        """Yields all bucket sizes, in each topology; again those that are larger than the best; and with low rank."""
+        """Yields all bucket sizes, in each topology; those that are larger than the best; with a codec; low rank."""
         topologies, sizes = topologies_of(cluster), work.bucket_sizes()
         found = [self._predict(work, cluster, size, topology) for topology in topologies for size in sizes]
         yield found
         best = min(found, key=lambda prediction: prediction.seconds).settings["bucket_mb"]
         yield [prediction for prediction in found if prediction.settings["bucket_mb"] >= LARGER * best]
+        if CODEC in cluster.all_reduces:
+            yield [self._predict_with_codec(work, cluster, size) for size in sizes]
         if work.measured_by(self.name).low_rank_seconds > 0:
             yield [self._predict_low_rank(work, cluster, size, topology) for topology in topologies for size in sizes]
 
@@ -107,6 +112,11 @@ class DeARLab(LabEntry):
         settings, why = _settings(bucket_mb, topology), waiting_share(work.seconds_with(self.name), seconds)
         return Prediction(self.name, settings, seconds, why=why)
 
+    def _predict_with_codec(self, work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
+        seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, eager=False, codec=CODEC)
+        settings, why = {**_settings(bucket_mb), "compression": CODEC}, "4 bits a value, with error feedback"
+        return Prediction(self.name, settings, seconds, exact=False, why=why, variant=f"compression={CODEC}")
+
     def _predict_low_rank(self, work: Work, cluster: Cluster, bucket_mb: float, topology: str) -> Prediction:
         """Returns the prediction for ACP-SGD: a whole all-reduce of each bucket's factors under the backward pass."""
         profile = work.profile_with(self.name, work.measured_by(self.name).low_rank_seconds)
@@ -121,7 +131,7 @@ class DeARLab(LabEntry):
         return Prediction(self.name, settings, fmean(by_side), exact=False, why=why, variant=variant)
 
 
-def _settings(bucket_mb: float, topology: str) -> dict[str, Any]:
+def _settings(bucket_mb: float, topology: str = "flat") -> dict[str, Any]:
     return {"fusion": "buffer", "bucket_mb": bucket_mb, **({} if topology == "flat" else {"topology": topology})}
 
 
@@ -132,9 +142,14 @@ def topologies_of(cluster: Cluster) -> list[str]:
     return ["flat", *["torus2d"] * has_torus, *["tree"] * several]
 
 
-def half_seconds(cluster: Cluster, topology: str, num_bytes: float) -> float:
-    """Returns the seconds of a half of an all-reduce: as measured in a topology, or by the cost of a message."""
+def half_seconds(cluster: Cluster, topology: str, num_bytes: float, codec: str = "none") -> float:
+    """Returns the seconds of a half of an all-reduce: as measured in a topology, or by the cost of a message.
+
+    With a ``codec`` they are those of ``topology="auto"``, and ``num_bytes`` those before encoding.
+    """
     link, world_size = cluster.halves, cluster.world_size
+    if codec != "none":
+        return cluster.all_reduces[codec].reduce_scatter(num_bytes, world_size)
     if topology == "torus2d":
         if cluster.torus is not None:
             return cluster.torus.reduce_scatter(num_bytes, world_size)
@@ -149,13 +164,18 @@ def half_seconds(cluster: Cluster, topology: str, num_bytes: float) -> float:
 
 
 def step_seconds(
-    profile: Profile, cluster: Cluster, bucket_mb: float, topology: str = "flat", eager: bool = True
+    profile: Profile,
+    cluster: Cluster,
+    bucket_mb: float,
+    topology: str = "flat",
+    eager: bool = True,
+    codec: str = "none",
 ) -> float:
     """Returns the seconds of a step, by simulation of its schedule.
 
     ``profile`` is a step without communication. ``eager``: buckets are gathered early, as DeAR would plan it.
     """
-    half, buckets = partial(half_seconds, cluster, topology), []
+    half, buckets = partial(half_seconds, cluster, topology, codec=codec), []
     for members in _buckets(profile, bucket_mb):
         size = sum(tensor.num_bytes for tensor in members)
         ready, needed = max(tensor.ready for tensor in members), min(tensor.needed for tensor in members)
