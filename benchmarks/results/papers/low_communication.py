@@ -32,6 +32,12 @@ _FEW_BITS = {
     "dear:compression=int4": "DeAR, int4",
     "dear:compression=int2": "DeAR, int2",
 }
+_SIZED = ",fusion=buffer,bucket_mb=1"
+#: As they are timed: in so few steps DeAR's search for bucket sizes would not end.
+_TIMED = {
+    f"{name}{_SIZED}" if name.startswith("dear:") else name: title
+    for name, title in {**_EACH_STEP, **_FEW_BITS}.items()
+}
 #: Weights averaged in rounds.
 _ROUNDS = {
     _40_STEPS: "local SGD, period=40, Nesterov 0.5, int2",
@@ -53,7 +59,7 @@ _FAR = {
     _OVERLAPPED: "SparseLoCo, period=30, overlap_steps=4",
 }
 #: As the tables have them.
-_NAMES = OF_LOCAL_SGD | _EACH_STEP | _FEW_BITS | _FAR | _WITH_MUON
+_NAMES = OF_LOCAL_SGD | _EACH_STEP | _FEW_BITS | _TIMED | _FAR | _WITH_MUON
 _CONVERGE = "python -m benchmarks.converge --hosts"
 _FRONT = " ".join([*_EACH_STEP, *_ROUNDS])
 _WAN = "--rate 20mbit --delay 40ms"
@@ -92,7 +98,7 @@ JOBS = (
     Job(
         "low_communication_time",
         f"{_CONVERGE} 4 --task topics --rate 50mbit --steps 120 --evaluations 2 --seeds 0 1 2 "
-        f"--methods alone {' '.join([*_EACH_STEP, *_FEW_BITS])}",
+        f"--methods alone {' '.join(_TIMED)}",
         15,
     ),
     Job(
