@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -145,8 +146,8 @@ def _long(records: Sequence[Record]) -> str:
     )
     return (
         f"In {steps_of(result):.0f} steps, with an average every 68 and 2 bits a value, it reaches a perplexity of "
-        f"{ours}, with a {sent['ddp'] / sent[_68_STEPS]:.0f}th of DDP's bytes; with 8 hosts {of_8_hosts}; a Llama of two "
-        f"layers reaches {of_llama}."
+        f"{ours}, with a {sent['ddp'] / sent[_68_STEPS]:.0f}th of DDP's bytes; with 8 hosts {of_8_hosts}; a Llama of "
+        f"two layers reaches {of_llama}."
     )
 
 
@@ -170,18 +171,28 @@ def _draw(records: Sequence[Record], path: Path) -> None:
         for row in rows_of(result):
             of_training.setdefault(row.method, (sent[row.method], row))  # the first record has more seeds
     names = [*dict.fromkeys(name for of_training in found.values() for name in of_training)]
-    colours = {name: look["color"] for name, look in looks_of(names).items()}
+    looks = _looks_of(names)
     rows = ceil(len(found) / _IN_A_ROW)
     with picture(path, (13, 3 + 4 * rows), rows, min(_IN_A_ROW, len(found)), legend="below") as panels:
         for panel in panels.flat[len(found) :]:
             panel.set_axis_off()
         for panel, (title, of_training) in zip(panels.flat, found.items(), strict=False):
             for name, (mib, row) in of_training.items():
-                look = {"color": colours[name], "marker": MARKERS[names.index(name) % len(MARKERS)]}
                 label = named(name, _NAMES).replace("`", "")
-                panel.errorbar(mib, row.best, row.best_interval, linestyle="none", capsize=3, label=label, **look)
+                panel.errorbar(
+                    mib, row.best, row.best_interval, linestyle="none", capsize=3, label=label, **looks[name]
+                )
             panel.set(xscale="log", xlabel="MiB sent by rank 0 in a training", ylabel="best perplexity", title=title)
             panel.grid(alpha=0.3)
+
+
+def _looks_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the look of the point of each name: the colour of its method, and a marker of its own in that colour."""
+    numbers, looks = Counter[str](), {}
+    for name, look in looks_of(names).items():
+        looks[name] = {"color": look["color"], "marker": MARKERS[numbers[look["color"]] % len(MARKERS)]}
+        numbers[look["color"]] += 1
+    return looks
 
 
 def _speeds(records: Sequence[Record]) -> str:
