@@ -51,7 +51,8 @@ class TrainingData:
     ``followed`` is true from the first batch of a prepared loader on, or set by an adapter to a framework that follows
     the settings itself. ``steps_per_epoch`` returns the number of steps of an epoch, or None if it is not known. An
     adapter to a framework sets it, or :meth:`prepare`, for which each batch is a step. ``transport`` is replaced when
-    there are other ranks. ``between_batches`` is called between two batches of a prepared loader.
+    there are other ranks. ``between_batches`` is called between two batches of a prepared loader. ``find`` returns the
+    training data of the method of that time: an adapter to a framework that attaches another one sets it.
 
     A method whose members come and go sets ``elastic`` before any loader is prepared. It calls :meth:`redivide` when
     ``transport`` is another one, on all members after the same step, and gives a newcomer the :meth:`position` of
@@ -67,6 +68,7 @@ class TrainingData:
         self.injection = None if settings.injection is None else DataInjection(*settings.injection, transport)
         self.followed = False
         self.between_batches: Callable[[], object] = lambda: None
+        self.find: Callable[[], TrainingData] = lambda: self
         self.steps_per_epoch = lambda: None
         self._settings, self.transport = settings, transport
         self._num_prepared = 0
@@ -74,18 +76,9 @@ class TrainingData:
         self._arrived: list[dict[str, Any]] = []  # places of loaders that are yet to be prepared
         self._place: tuple[int, int] | None = None  # of which the loaders are; None: as they were prepared
 
-    def prepare(
-        self,
-        loader: DataLoader[Any],
-        seed: int,
-        to_device: Callable[[Any], Any] | None = None,
-        find_data: Callable[[], TrainingData] | None = None,
-    ) -> TrainLoader:
-        """See :meth:`SyncMethod.prepare_train_loader`.
-
-        ``find_data`` returns the training data of the method of that time, if a framework may attach another one.
-        """
-        find = find_data or (lambda: self)
+    def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None = None) -> TrainLoader:
+        """See :meth:`SyncMethod.prepare_train_loader`."""
+        find = self.find
         self._num_prepared += 1
         if self.elastic:
             ordered = self._in_order(loader, seed, find)

@@ -113,7 +113,8 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
             session = self._sessions.session_of(trained)
             return data if session is None else session.method.data
 
-        return data.prepare(loader, seed, self.batch_to_device, find_data)
+        data.find = find_data
+        return method.prepare_train_loader(loader, seed, self.batch_to_device)
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
