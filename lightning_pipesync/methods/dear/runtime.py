@@ -229,14 +229,13 @@ class DeAR(SyncMethod):
         return result
 
     def check_gradient(self, index: int) -> None:
-        for bucket in self._fused.of_optimizer(index):
-            if (written := bucket.written(through_views=False)) is not None:
-                raise RuntimeError(
-                    f"The gradient of {bucket.members[written].name} was written to after the backward pass, or by a "
-                    "further one under no_sync(). DeAR has sent it by then, and applies the average: this would be "
-                    "lost. Clip by sync.clip() or gradient_clip_val, change a gradient in a hook on its parameter "
-                    "(Tensor.register_hook), and make all passes but the last under no_sync()."
-                )
+        buckets = self._fused.of_optimizer(index)
+
+        def name_of(parameter: Tensor) -> str:
+            return next(one.name for bucket in buckets for one in bucket.members if one.tensor is parameter)
+
+        for bucket in buckets:
+            bucket.check_unwritten(name_of, "DeAR has sent it by then, and applies the average")
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass.

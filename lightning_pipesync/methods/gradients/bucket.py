@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -145,6 +145,19 @@ class GradientBucket:
             if version(gradient) != writes and (through_views or not is_view):
                 return index
         return None
+
+    def check_unwritten(self, name_of: Callable[[Tensor], str], why_lost: str, or_else: str = "") -> None:
+        """Raises a RuntimeError if a gradient that was sent was :meth:`written` to since, which would be lost.
+
+        ``name_of`` returns the name of a parameter; ``why_lost`` is the reason, ``or_else`` another way out.
+        """
+        if (index := self.written(through_views=False)) is not None:
+            raise RuntimeError(
+                f"The gradient of {name_of(self.parameters[index])} was written to after the backward pass, or by a "
+                f"further one under no_sync(). {why_lost}: this would be lost. Clip by sync.clip() or "
+                "gradient_clip_val, change a gradient in a hook on its parameter (Tensor.register_hook), and make all "
+                f"passes but the last under no_sync(){or_else}."
+            )
 
 
 class GradientBuckets:

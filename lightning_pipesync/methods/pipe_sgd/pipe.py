@@ -240,14 +240,11 @@ class GradientPipe(BackPipePolicy):
 
     def _check_written(self) -> None:
         for bucket in self.buckets:
-            if (written := bucket.written(through_views=False)) is not None:
-                raise RuntimeError(
-                    f"The gradient of {self.predicted.names[id(bucket.parameters[written])]} was written to after the "
-                    "backward pass, or by a further one under no_sync(). pipeline_level=2 has sent it by then: this "
-                    "would be lost. Clip by sync.clip() or gradient_clip_val, change a gradient in a hook on its "
-                    "parameter (Tensor.register_hook), make all passes but the last under no_sync(), or use "
-                    "pipeline_level=1."
-                )
+            bucket.check_unwritten(
+                lambda parameter: self.predicted.names[id(parameter)],
+                "pipeline_level=2 has sent it by then",
+                ", or use pipeline_level=1",
+            )
 
     def _compensated(self, gradient: GradientInFlight, late: int) -> Hyperparameters:
         """Returns the hyper-parameters of the gradient's step, with a learning rate for being ``late`` updates late."""
