@@ -94,7 +94,7 @@ class ParameterServer(SyncMethod):
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
-        self._loaded = self._weights_loaded = False
+        self._weights_loaded = False
         self._loaded_optimizers: list[Optimizer] = []
         self._hooks = self._learner.hook(self._module, parameters, lambda: self.syncing)
         self._serve()
@@ -270,9 +270,13 @@ class ParameterServer(SyncMethod):
             self._learner.restore_replica()
         self.flushed = False
 
+    @property
+    def _loaded(self) -> bool:
+        """Whether weights or an optimizer's state were loaded, from which the next step starts."""
+        return self._weights_loaded or bool(self._loaded_optimizers)
+
     def _after_loading(self, loaded: nn.Module | Optimizer, *_: object) -> None:
         """Makes the next step start from the loaded weights and optimizer states."""
-        self._loaded = True
         if isinstance(loaded, Optimizer):
             self._loaded_optimizers.append(loaded)
         elif not self._weights_loaded:
@@ -286,7 +290,7 @@ class ParameterServer(SyncMethod):
         raise an error.
         """
         weights, optimizers = self._weights_loaded, self._loaded_optimizers
-        self._loaded, self._weights_loaded, self._loaded_optimizers = False, False, []
+        self._weights_loaded, self._loaded_optimizers = False, []
         self._learner.retire_to_reload(weights)
         if self._server is not None:
             self._server.reload(lambda: self._states.read_loaded(weights, optimizers))
@@ -346,7 +350,7 @@ class ParameterServer(SyncMethod):
         self._coordinator.load_state_dict(state["coordinator"], version)
         if self._server is not None:
             self._server.version = version
-        self._loaded = self._weights_loaded = True  # and residuals are those of these weights
+        self._weights_loaded = True  # and residuals are those of these weights
         if self._learner.outer is not None and "outer" in state:
             load_optimizer_state(self._learner.outer, state["outer"])
         if self._learner.owns_optimizer:
