@@ -95,9 +95,9 @@ class TrainingData:
 
         def finish(batch: Any) -> Any:
             data = find()
-            data.followed = True
-            if data.steps_per_epoch() is None:
+            if not data.followed and data.steps_per_epoch() is None:  # the method is another one
                 data.steps_per_epoch = steps_per_epoch
+            data.followed = True
             injected = data.inject(batch)
             return injected if to_device is None else to_device(injected)
 

@@ -33,10 +33,9 @@ _FEW_BITS = {
     "dear:compression=int4": "DeAR, int4",
     "dear:compression=int2": "DeAR, int2",
 }
-_SIZED = ",fusion=buffer,bucket_mb=1"
 #: As they are timed: in so few steps DeAR's search for bucket sizes would not end.
 _TIMED = {
-    f"{name}{_SIZED}" if name.startswith("dear:") else name: title
+    f"{name},fusion=buffer,bucket_mb=1" if name.startswith("dear:") else name: title
     for name, title in {**_EACH_STEP, **_FEW_BITS}.items()
 }
 #: Weights averaged in rounds.
