@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import end_kept
-
 torch.set_num_threads(1)
 gc.disable()  # until all is imported, which makes hundreds of thousands of objects that stay
 
@@ -49,12 +47,6 @@ def nothing_left_behind() -> Iterator[None]:
     assert torch.get_num_threads() == 1
     assert torch.tensor([1e-40]).mul(1).item() > 0  # else denormals are flushed
     assert not torch.distributed.is_initialized()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_ranks_are_kept() -> Iterator[None]:
-    yield
-    end_kept()
 
 
 @pytest.fixture
