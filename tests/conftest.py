@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.progress import Progress
+
 torch.set_num_threads(1)
 gc.disable()  # until all is imported, which makes hundreds of thousands of objects that stay
 
@@ -21,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Progress(config))
     if config.getoption("--fast"):
         sys.addaudithook(skip_if_a_process_starts)
         BaseProcess.start = lambda process: skip_if_a_process_starts("multiprocessing")  # raises no audit event
@@ -54,10 +58,10 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a benchmark on this machine are forked: starting them anew takes longer than what they measure."""
     # Imported here, as the process that only hands out the tests needs neither.
     from lightning_pipesync.lab.bench import job, worker
-    from tests.harness import launch
+    from tests.support.harness import on_ranks
 
     def run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
-        launch(worker.main, num_ranks, *command[3:], init=False)  # after python -m MODULE
+        on_ranks(worker.main, num_ranks, *command[3:], init=False)  # after python -m MODULE
         return 0
 
     monkeypatch.setattr(job, "_run_here", run_here)

@@ -24,8 +24,8 @@ import torch.distributed.optim
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.training import Checkpoint, Options
-from tests.harness import free_port
-from tests.lost_ranks import be_patient
+from tests.support.harness import free_port
+from tests.support.lost_ranks import be_patient
 
 #: Seconds after which a method counts a rank as lost, where that is how it is found out; otherwise far longer.
 HANG_TIMEOUT_S, TIMEOUT_S = 20, 300

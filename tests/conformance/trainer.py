@@ -32,7 +32,7 @@ from tests.conformance.training import (
     scaler_of,
     scheduler_of,
 )
-from tests.lightning_models import dataset, trainer, val_loader
+from tests.support.lightning_models import dataset, trainer, val_loader
 
 
 class Module(pl.LightningModule):

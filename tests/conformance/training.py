@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from tests.lightning_models import dataset
+from tests.support.lightning_models import dataset
 
 EPOCHS = 2
 BATCHES = 4  # of an epoch, on each of two ranks: a part of those that there are

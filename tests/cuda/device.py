@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conformance.training import Options
-from tests.harness import launch
+from tests.support.harness import launch
 
 DEVICE = torch.device("cuda", 0)
 

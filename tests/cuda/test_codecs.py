@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.feedback import encode_with_feedback
 from tests.cuda.device import DEVICE, needs_cuda
-from tests.test_codecs import SIZES, chunk_scales, encoded, every_codec, every_dtype, random, round_trip
+from tests.quick.core.test_codecs import SIZES, chunk_scales, encoded, every_codec, every_dtype, random, round_trip
 
 pytestmark = needs_cuda
 

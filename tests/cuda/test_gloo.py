@@ -12,15 +12,15 @@ from torch import nn
 
 from lightning_pipesync import EAPipe
 from lightning_pipesync.core.comm.transport import Transport
-from tests.case_table import Outcomes, launch_cases
 from tests.conformance.cases import CASES, cases_of
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
-from tests.conformance.test_training import SAVED_EVERY, assert_equal, train_twice
 from tests.conformance.training import Checkpoint, Options, flat, network
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, on_device
-from tests.harness import raised
-from tests.test_transport import DTYPES, SIZES, rank_order_sum, values
+from tests.nightly.conformance.test_training import SAVED_EVERY, assert_equal, train_twice
+from tests.quick.core.test_transport import DTYPES, SIZES, rank_order_sum, values
+from tests.support.case_table import Outcomes, launch_cases
+from tests.support.harness import raised
 
 pytestmark = needs_cuda
 

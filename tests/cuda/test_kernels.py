@@ -10,8 +10,8 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.codecs.shards import Shards, shards_of
 from tests.cuda.device import DEVICE, needs_cuda
 from tests.cuda.test_codecs import no_synchronization
-from tests.test_codecs import every_codec
-from tests.test_kernels import DTYPES, SHAPES, compare_shards, same_values
+from tests.nightly.core.test_kernels import DTYPES, SHAPES, compare_shards, same_values
+from tests.quick.core.test_codecs import every_codec
 
 pytestmark = [
     needs_cuda,

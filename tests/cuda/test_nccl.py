@@ -13,8 +13,8 @@ from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, recorded, sleep
-from tests.test_nccl import exchange_all_kinds
-from tests.test_transport import BROADCAST, DTYPES, LOSSY, SIZES, values
+from tests.quick.core.test_nccl import exchange_all_kinds
+from tests.quick.core.test_transport import BROADCAST, DTYPES, LOSSY, SIZES, values
 
 pytestmark = needs_cuda
 

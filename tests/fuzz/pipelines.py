@@ -22,7 +22,7 @@ from tests.fuzz.methods import TIMEOUT_S, Check, Settings
 from tests.fuzz.optimizers import OPTIMIZERS, Options, draw_options
 from tests.fuzz.outcome import Outcome, judge
 from tests.fuzz.training import Seen
-from tests.models import batch
+from tests.support.models import batch
 
 MINI_BATCHES = 9
 MAX_NORM = 0.3

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tests.fuzz.training import Replica
-from tests.reference_selsync import next_delta, relative_change
+from tests.references.selsync import next_delta, relative_change
 
 if TYPE_CHECKING:
     pass

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tests.fuzz.layers import Frozen, Model, StopOnPurpose
 from tests.fuzz.optimizers import SCHEDULERS, optimizers_of
 from tests.fuzz.sharding import copied, whole
-from tests.models import batch
+from tests.support.models import batch
 
 if TYPE_CHECKING:
     from tests.fuzz.configuration import Configuration

@@ -1,0 +1,119 @@
+"""The methods in docs/adding_a_method.md train what the page says."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_pipesync
+from tests.nightly.docs.test_docs import DOCS, snippets_of
+from tests.support.case_table import launch_cases
+from tests.support.models import seeded_mlp
+
+PERIOD, STEPS, SAVED_AFTER = 3, 11, 5
+
+
+@functools.cache  # it registers a method
+def guide() -> Any:
+    """Returns a module with what the page's snippets define."""
+    module = ModuleType("adding_a_method")
+    sys.modules[module.__name__] = module
+    for _, snippet in snippets_of(DOCS / "adding_a_method.md"):
+        exec(snippet, vars(module))
+    return module
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def reference(world_size: int, averages_gradients: bool) -> list[list[Tensor]]:
+    """Returns the weights of each rank; all train in this process."""
+    models = [seeded_mlp() for _ in range(world_size)]
+    optimizers = [optimizer_of(model) for model in models]
+    for step in range(1, STEPS + 1):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            backward(model, rank, step)
+        copies_of = list(zip(*(model.parameters() for model in models), strict=True))
+        if step % PERIOD == 0 and averages_gradients:
+            for copies in copies_of:
+                mean = torch.stack([copy.grad for copy in copies]).mean(0)
+                for copy in copies:
+                    copy.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % PERIOD == 0 and not averages_gradients:
+            for copies in copies_of:
+                mean = torch.stack([copy.detach() for copy in copies]).mean(0)
+                for copy in copies:
+                    copy.data.copy_(mean)
+    return [[parameter.detach() for parameter in model.parameters()] for model in models]
+
+
+def train(name: str, resumes: bool = False, **settings: Any) -> tuple[list[Tensor], list[Tensor], float]:
+    """Returns this rank's weights, the consolidated ones, and the MiB that it has sent for the former."""
+    method = getattr(guide(), name)
+    model = seeded_mlp()
+    sync = method(model, optimizer_of(model), period=PERIOD, **settings)
+    for step in range(1, STEPS + 1):
+        model.zero_grad()
+        backward(model, dist.get_rank(), step)
+        sync.step()
+        if step == SAVED_AFTER and resumes:
+            saved = sync.state_dict()
+            sync.detach()
+            model = seeded_mlp(seed=1)
+            sync = method(model, optimizer_of(model), period=PERIOD, **settings)
+            sync.load_state_dict(saved)
+    replica, sent = [parameter.detach().clone() for parameter in model.parameters()], sync.metrics()["mib_sent"]
+    sync.flush()
+    consolidated = [parameter.detach().clone() for parameter in model.parameters()]
+    sync.detach()
+    return replica, consolidated, sent
+
+
+def strategies_of_the_guide() -> list[int]:
+    """Returns the period of each strategy of the page's first method."""
+    assert guide().PeriodicWeights.name == "periodic_weights"
+    made = [
+        lightning_pipesync.PeriodicWeightsStrategy,  # type: ignore[attr-defined]
+        lightning_pipesync.fabric.PeriodicWeightsFabricStrategy,
+    ]
+    return [strategy(period=8).config.period for strategy in made]
+
+
+def test_the_methods_of_the_guide_average_what_they_say_and_resume() -> None:
+    cases: dict[Any, Any] = {
+        (name, resumes): partial(train, name, resumes, **settings)
+        for name, settings in (("PeriodicWeights", {"compression": "none"}), ("PeriodicGradients", {}))
+        for resumes in (False, True)
+    }
+    outcomes = launch_cases({**cases, "bf16": partial(train, "PeriodicWeights"), "made": strategies_of_the_guide}, 2)
+    for name in ("PeriodicWeights", "PeriodicGradients"):
+        expected = reference(2, averages_gradients=name == "PeriodicGradients")
+        mean = [torch.stack(copies).mean(0) for copies in zip(*expected, strict=True)]
+        uninterrupted, resumed = outcomes[name, False], outcomes[name, True]
+        for rank, ((replica, consolidated, _), (again, _, _)) in enumerate(zip(uninterrupted, resumed, strict=True)):
+            torch.testing.assert_close(replica, expected[rank])
+            torch.testing.assert_close(consolidated, mean)
+            assert all(map(torch.equal, replica, again))
+        assert any(not torch.equal(first, second) for first, second in zip(*expected, strict=True))
+    for (replica, _, sent), (exact, _, uncompressed) in zip(
+        outcomes["bf16"], outcomes["PeriodicWeights", False], strict=True
+    ):
+        torch.testing.assert_close(replica, exact, rtol=0, atol=0.01)
+        assert sent < 0.7 * uncompressed  # in which the first agreement on the weights is the same
+    assert outcomes["made"][0] == [8, 8]

@@ -1,0 +1,149 @@
+"""Benchmarks of replicas that FSDP2 shards: what they compare is HSDP, and memory is what tensors have."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import MIB, Bucket
+from lightning_pipesync.lab.bench.memory import Memory
+from lightning_pipesync.lab.bench.models import build_model
+from lightning_pipesync.lab.bench.replicas import ALONE, HSDP, device_mesh
+from lightning_pipesync.lab.bench.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
+from lightning_pipesync.lab.bench.sharded import Sharded
+from tests.nightly.benchmarks.bench_runs import assert_pictures
+from tests.support.case_table import Outcomes, launch_cases
+
+DEAR, PLAIN = "dear, 2 MiB", "local_sgd (period=2)"
+METHODS = ("dear", "local_sgd:period=2")
+
+
+def trained() -> dict[str, list[Tensor]]:
+    """Returns the weights of this rank's shards after some steps, by candidate."""
+    benchmark = Sharded(methods=(), bucket_mb=(0.1, 2.0))
+    weights = {}
+    for make in benchmark.makers(device_mesh(2)):
+        torch.manual_seed(0)
+        candidate = make(build_model("transformer"))
+        for _ in range(3):
+            candidate.step()
+        weights[candidate.name] = [p.to_local().clone() for p in candidate.model.module.parameters()]  # type: ignore[attr-defined]
+    return weights
+
+
+def timed(folder: Path) -> str:
+    settings: dict[str, Any] = {"methods": METHODS, "ratio": (1.0, 2.0), "scale": 0.01, "steps": 1, "rounds": 2}
+    benchmark = Sharded(model="emulated-alexnet", output=folder, **settings)
+    told: list[str] = []
+    result = benchmark.measure(told.append)
+    assert len(told) == benchmark.num_measurements
+    return benchmark.write([result]) if dist.get_rank() == 0 else ""
+
+
+def memory(folder: Path) -> tuple[dict[str, Any], str]:
+    benchmark = Memory(model="transformer", batch_size=1, methods=METHODS, steps=1, output=folder)
+    told: list[str] = []
+    result = benchmark.measure(told.append)
+    assert told == list(result["memory"])
+    return result, benchmark.write([result]) if dist.get_rank() == 0 else ""
+
+
+def of_tensors() -> tuple[int, int]:
+    """Returns what is used more with a tensor of 16 MiB, and the most, with another one of 32 MiB."""
+    map_tensors()
+    before = present_bytes()
+    forget_peak()
+    kept = torch.ones(4 * MIB)
+    gone = torch.ones(8 * MIB)
+    del gone
+    used = present_bytes() - before, peak_bytes() - before
+    assert kept.nbytes == 16 * MIB
+    return used
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("replicas")
+    cases: dict[str, Any] = {"trained": trained, "timed": partial(timed, folder)}
+    if sys.platform == "linux":
+        cases |= {"tensors": of_tensors, "memory": partial(memory, folder)}
+    return launch_cases({**cases, "folder": partial(str, folder)}, 4)
+
+
+def test_hsdp_with_overlap_trains_what_hsdp_does(runs: Outcomes) -> None:
+    for weights in runs["trained"]:
+        hsdp = weights.pop(HSDP)
+        alone = weights.pop(ALONE)
+        assert len(weights) == 2
+        assert not all(map(torch.equal, hsdp, alone))
+        for name, values in weights.items():
+            assert all(map(torch.equal, values, hsdp)), name
+
+
+def test_sharded_compares_with_hsdp(runs: Outcomes) -> None:
+    text = runs["timed"][0]
+    assert len(re.findall("### 2 replicas of 2 ranks", text)) == 2
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    assert rows[2:7] == [ALONE, HSDP, "HSDP with overlap, 2 MiB", DEAR, PLAIN]
+    assert_pictures(Path(runs["folder"][0]), "sharded")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the memory of a process")
+def test_memory_of_a_rank(runs: Outcomes) -> None:
+    results, texts = zip(*runs["memory"], strict=True)
+    assert all(result["memory"] == results[0]["memory"] for result in results)
+    assert_pictures(Path(runs["folder"][0]), "memory")
+    assert DEAR in texts[0]
+    used, numel = results[0]["memory"], results[0]["shard_numel"]
+    assert numel == sum(p.numel() for p in build_model("transformer").module.parameters()) // 2
+    between, peak = used[HSDP]
+    assert 16 * numel <= between < 18 * numel, "weights, gradients, and the state of AdamW"
+    assert 24 * numel <= peak, "and the whole gathered weights"
+    assert used[DEAR][1] <= 1.1 * peak, "buckets have no memory while the weights are gathered"
+    assert used[PLAIN][0] < between + 3 * numel, "nor those of averages between them: what is received has half as much"
+    assert used[PLAIN][1] <= 1.1 * peak
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the memory of a process")
+def test_resident_memory_is_that_of_tensors(runs: Outcomes) -> None:
+    for used, peak in runs["tensors"]:
+        assert abs(used - 16 * MIB) < MIB
+        assert abs(peak - 48 * MIB) < MIB
+
+
+def test_a_bucket_without_memory_is_given_it_again() -> None:
+    tensors = [torch.arange(5.0), torch.arange(3.0)]
+    bucket = Bucket(tensors, num_shards=3)
+    num_bytes = bucket.flat.untyped_storage().nbytes()
+    bucket.take_memory()
+    bucket.pack(tensors)
+    bucket.release_memory()
+    assert bucket.flat.untyped_storage().nbytes() == 0
+    bucket.take_memory()
+    assert bucket.flat.untyped_storage().nbytes() == num_bytes
+    bucket.pack(tensors)
+    assert bucket.flat[:5].tolist() == [0, 1, 2, 3, 4]
+    assert bucket.views[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "emulated-alexnet"}, ["model='emulated-alexnet'", "transformer-14m"]),
+        ({"model": "lenet"}, ["model='lenet'", "transformer"]),
+        ({"batch_size": 0}, ["batch_size", "0"]),
+        ({"ranks_per_replica": 1}, ["ranks_per_replica", "1"]),
+        ({"methods": ("dera",)}, ["dera", "dear"]),
+    ],
+)
+def test_memory_refuses(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        Memory(**{"methods": METHODS, **settings})

@@ -1,0 +1,256 @@
+"""Periods of local SGD that are no number of steps: SelSync's trigger, and shares of an epoch."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipesync import LocalSGD, LocalSGDStrategy, PipeSyncAccelerator, PipeSyncPlugin
+from tests.references.selsync import simulate
+from tests.support.harness import assert_raised, on_ranks, raised
+from tests.support.lightning_models import Classifier, dataset, trainer
+from tests.support.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
+
+STEPS = 16
+EPOCH = TensorDataset(
+    torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+)  # 12 batches of 2 on each of 2 ranks
+
+
+# --- period="selsync" -------------------------------------------------------------------------------------------------
+
+
+def train_by_gradient(optimizer_name: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Trains STEPS steps, and skips one; in the middle a new model, optimizer and method go on."""
+    settings = {"period": "selsync", "lr_scale": 1.0, "bucket_mb": 1e-4, **settings}
+    run = Run(LocalSGD, optimizer_name, seeded_mlp(batch_norm=True), **settings)
+    for i in range(STEPS):
+        if i == STEPS // 2 + 1:
+            run = run.resumed(seeded_mlp(1, batch_norm=True))
+        if i == 3:  # measured, and skipped by all
+            run.model.eval()
+            loss(run.model, 100, dist.get_rank()).backward()
+            run.sync.reduce()
+            run.model.train()
+        run.step(i)
+    outcome = state(run.model), run.sync.metrics()
+    run.sync.detach()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "trigger", "settings", "outer"),
+    [
+        ("sgd", {"delta": 0.2, "smoothing": 0.3}, {}, {}),
+        ("adamw", {"delta": 0.2}, {"outer_optimizer": "nesterov"}, {"outer_lr": 0.7, "outer_momentum": 0.9}),
+        ("sgd", {"delta": "auto", "lssr": 0.9, "window": 3}, {}, {}),
+    ],
+)
+def test_the_gradient_decides_as_in_selsync(
+    optimizer: str, trigger: dict[str, Any], settings: dict[str, Any], outer: dict[str, Any]
+) -> None:
+    """Bit for bit what Algorithm 1 trains, resumed in between."""
+    outcomes = on_ranks(train_by_gradient, 3, optimizer, {**trigger, **settings})
+    model = seeded_mlp(batch_norm=True)
+    replicas, synchronized, _ = simulate(
+        model, OPTIMIZERS[optimizer], loss, world_size=3, num_steps=STEPS, **trigger, **outer
+    )
+    assert 0 < sum(synchronized) < STEPS, "steps of both kinds"
+    for replica, (weights, metrics) in zip(replicas, outcomes, strict=True):
+        assert_same(weights, state(replica))
+        assert metrics["rounds"] == sum(synchronized)
+        assert metrics["lssr"] == 1 - sum(synchronized) / STEPS
+
+
+def skip_alone() -> tuple[str, str] | None:
+    run = Run(LocalSGD, period="selsync", timeout_s=10)
+
+    def skip() -> None:
+        for i in range(3):
+            run.backward(i)
+            run.sync.reduce()
+            if i != 1 or dist.get_rank() != 1:
+                run.sync.step()
+
+    outcome = raised(skip)
+    run.sync.detach(timeout_s=1.0)
+    return outcome
+
+
+def test_a_rank_that_skips_a_step_alone_is_named() -> None:
+    for outcome in on_ranks(skip_alone, 3):
+        assert_raised(outcome, "RuntimeError", "Rank 1 and rank 0")
+
+
+def streams_by_gradient() -> tuple[list[int], float]:
+    """All steps are synchronized, and an average takes three steps: the fragments wait for their turn."""
+    run = Run(LocalSGD, period="selsync", delta=0.0, fragments=2, overlap_steps=3, bucket_mb=1e-4)
+    under_way = []
+    for i in range(9):
+        run.step(i)
+        under_way.append(sum(fragment in run.sync._units[0]._fragments for fragment in range(2)))
+    rounds = run.sync.metrics()["rounds"]
+    run.sync.detach()
+    return under_way, rounds
+
+
+def test_a_fragment_under_way_is_not_started_again() -> None:
+    for under_way, rounds in on_ranks(streams_by_gradient, 2):
+        assert under_way == [1, 2, 2, 2, 2, 2, 2, 2, 2]
+        assert rounds == 3, "6 averages of 2 fragments: at steps 1, 2, 4, 5, 7, 8"
+
+
+# --- periods longer than a training ----------------------------------------------------------------------------------
+
+
+def summary_of(warmup_steps: int, num_steps: int) -> str:
+    run = Run(LocalSGD, "sgd", seeded_mlp(), period=4, warmup_steps=warmup_steps)
+    before = run.sync.metrics()
+    for i in range(num_steps):
+        run.step(i)
+    line = run.sync.summary(num_steps, before)
+    run.sync.detach()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "num_steps", "line"),
+    [
+        (0, 3, "0 rounds in 3 steps, since a round takes period=4"),
+        (0, 4, "1 round in 4 steps"),
+        (3, 3, "0 rounds in 3 steps"),
+        (3, 4, "0 rounds in 4 steps, since a round takes period=4"),
+    ],
+)
+def test_the_line_at_the_end_says_why_no_round_was_completed(warmup_steps: int, num_steps: int, line: str) -> None:
+    assert on_ranks(summary_of, 2, warmup_steps, num_steps) == [line, line]
+
+
+# --- shares of an epoch -----------------------------------------------------------------------------------------------
+
+
+def train_in_epochs(period: int | str, warmup_steps: int) -> tuple[dict[str, Tensor], float]:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = LocalSGD(model, optimizer, period=period, warmup_steps=warmup_steps)
+    loader = sync.prepare_train_loader(DataLoader(EPOCH, 2, shuffle=True))
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            sync.step()
+    outcome = state(model), sync.metrics()["rounds"]
+    sync.detach()
+    return outcome
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_a_share_of_an_epoch_is_its_steps(warmup_steps: int) -> None:
+    expected = on_ranks(train_in_epochs, 2, 5, warmup_steps)
+    actual = on_ranks(train_in_epochs, 2, "0.4 epoch", warmup_steps)
+    for (weights, rounds), (theirs, _) in zip(actual, expected, strict=True):
+        assert rounds == 4
+        assert_same(weights, theirs)
+
+
+def step_without_a_length() -> list[tuple[str, str] | None]:
+    outcomes = []
+    for settings in ({"period": "0.5 epoch"}, {"period": "0.1 epoch", "overlap_steps": 3}):
+        model = nn.Linear(6, 2)
+        sync = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+        if "overlap_steps" in settings:
+            sync.prepare_train_loader(DataLoader(EPOCH, 2))
+        model(torch.ones(1, 6)).sum().backward()
+        outcomes.append(raised(sync.step))
+        sync.detach()
+    return outcomes
+
+
+def test_an_epoch_of_unknown_or_little_length() -> None:
+    for unknown, short in on_ranks(step_without_a_length, 2):
+        assert_raised(unknown, "ValueError", "period='0.5 epoch'", "prepare_train_loader")
+        assert_raised(short, "ValueError", "overlap_steps=3", "period='0.1 epoch'")
+
+
+def fit(
+    directory: Path,
+    period: int | str,
+    save_at: int | None = None,
+    resume_at: int | None = None,
+    accumulate: dict[int, int] | None = None,
+) -> tuple[Tensor, float]:
+    """8 batches an epoch, two of which make a step, or as many as ``accumulate`` has by the epoch from which on."""
+    save = ModelCheckpoint(directory, "{step}", every_n_train_steps=save_at, save_top_k=-1)
+    if accumulate:  # within an epoch Lightning resumes without what the callback sets
+        save = ModelCheckpoint(directory, "{step}", every_n_epochs=1, save_top_k=-1)
+    callbacks: list[pl.Callback] = [save] if save_at or accumulate else []
+    run = trainer(
+        LocalSGDStrategy(period=period),
+        2,
+        directory,
+        accumulate_grad_batches=1 if accumulate else 2,
+        callbacks=[*callbacks, *([GradientAccumulationScheduler(accumulate)] if accumulate else [])],
+        enable_checkpointing=bool(callbacks),
+        max_epochs=5 if accumulate else 3,
+    )
+    model = Classifier()
+    path = None if resume_at is None else str(directory / f"step={resume_at}.ckpt")
+    run.fit(model, DataLoader(dataset(), 4, shuffle=True), ckpt_path=path)
+    return model.weights(), run.callback_metrics.get("local_sgd/rounds", torch.tensor(-1.0)).item()
+
+
+def test_a_share_of_an_epoch_in_a_trainer(tmp_path: Path) -> None:
+    """Also in a run that resumes within an epoch."""
+    [(expected, _), _] = on_ranks(partial(fit, tmp_path, 3), 2, init=False)
+    [(whole, rounds), _] = on_ranks(partial(fit, tmp_path, "0.75 epoch", 5), 2, init=False)
+    [(resumed, _), _] = on_ranks(partial(fit, tmp_path, "0.75 epoch", None, 5), 2, init=False)
+    assert torch.equal(whole, expected)
+    assert torch.equal(resumed, expected)
+    assert rounds == 4
+
+
+def test_a_period_stays_as_long_when_more_batches_are_accumulated(tmp_path: Path) -> None:
+    """The first epoch has 8 steps, and the others 4: it has 8, also in a run that resumes after the second one."""
+    accumulate = {0: 1, 1: 2}
+    [(expected, _), _] = on_ranks(partial(fit, tmp_path / "in steps", 8, accumulate=accumulate), 2, init=False)
+    [(whole, rounds), _] = on_ranks(partial(fit, tmp_path, "1 epoch", accumulate=accumulate), 2, init=False)
+    [(resumed, _), _] = on_ranks(partial(fit, tmp_path, "1 epoch", resume_at=12, accumulate=accumulate), 2, init=False)
+    assert torch.equal(whole, expected)
+    assert torch.equal(resumed, expected)
+    assert rounds == 3
+
+
+def accelerate(period: int | str) -> Tensor:
+    accelerator = PipeSyncAccelerator(PipeSyncPlugin("local_sgd", period=period), gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = accelerator.prepare_train_loader(DataLoader(EPOCH, 2, shuffle=True))
+    for _ in range(2):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
+    accelerator.end_training()
+    return weights
+
+
+def test_a_share_of_an_epoch_with_accelerate() -> None:
+    """Of 6 steps."""
+    expected = on_ranks(accelerate, 2, 2, init=False)
+    actual = on_ranks(accelerate, 2, "0.33 epoch", init=False)
+    for weights, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(weights, theirs)

@@ -1,0 +1,414 @@
+"""The arithmetic of the exchange over NCCL, on a CPU: its group is one of Gloo's, and its streams are stand-ins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch._dynamo  # asks CUDA for its devices when it is first needed
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.gloo import GlooExchange
+from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups, new_nccl_group
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.room import with_room, zeros_with_room
+from tests.quick.core.test_transport import DTYPES, LOSSY, SIZES, values
+from tests.streams.device import cuda
+from tests.support.harness import on_ranks
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def nccl_on_the_host() -> Iterator[None]:
+    """Context in which streams do nothing."""
+    cuda = MagicMock()
+    cuda.stream = lambda _: nullcontext()
+    with (
+        patch("lightning_pipesync.core.comm.nccl.torch.cuda", cuda),
+        patch.object(Tensor, "record_stream", lambda *_: None),
+    ):
+        yield
+
+
+def exchange_all_kinds(
+    exchange: NcclExchange, device: torch.device, sizes: Sequence[int] = SIZES, codecs: Sequence[str] = LOSSY
+) -> dict[str, bool]:
+    """Returns by the name of each operation whether it makes what the exchange over Gloo makes of CPU tensors."""
+    transport = Transport(timeout_s=60)
+    gloo = transport._exchange
+    assert isinstance(gloo, GlooExchange)
+    rank, world_size = transport.rank, transport.world_size
+    same: dict[str, bool] = {}
+
+    def compare(name: str, numel: int, dtype: torch.dtype, codec_name: str, with_feedback: bool = False) -> None:
+        codec = get_codec(codec_name)
+        mean = dtype.is_floating_point
+        tensors = [values(numel, dtype, rank), values(numel, dtype, rank).to(device, copy=True)]
+        feedback = [ErrorFeedback(tensor, world_size) if with_feedback else None for tensor in tensors]
+        ring = {(rank - 1) % world_size, (rank + 1) % world_size} - {rank}
+        for _ in range(3 if with_feedback else 1):
+            for one, tensor, residuals in zip((gloo, exchange), tensors, feedback, strict=True):
+                own = one.reduce_scatter(tensor, codec, mean, residuals)()
+                assert own.data_ptr() == shard_of(tensor, rank, world_size).data_ptr() or not own.numel()
+                one.all_gather(tensor, codec, residuals)()
+                hook = None if codec.gathered else lambda own: own.add_(rank)
+                one.all_reduce(tensor, codec, mean, residuals, hook)()
+                if codec.lossless:
+                    shard_of(tensor, rank, world_size).add_(1)
+                    one.all_gather(tensor, codec, None, slice(1, 300))()
+                    if mean:
+                        tensor.add_(rank)
+                        assert one.average_with(tensor, [*ring])() is tensor
+                        tensor.mul_(rank + 1)
+                        assert one.average_at(tensor, world_size - 1)() is tensor
+        same[name] = is_near(codec_name, *tensors)
+        if codec_name == "none" and world_size > 2:  # the backend itself sums, in an order of its own
+            ulp = torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 1e-6
+            same[name] = torch.allclose(tensors[0], tensors[1].cpu(), rtol=2 * ulp, atol=1e-5)
+        if with_feedback and is_bitwise(codec_name):
+            kinds = [residuals.state_dict() for residuals in feedback if residuals is not None]
+            same[f"{name}, residuals"] = all(is_near(codec_name, kinds[0][kind], kinds[1][kind]) for kind in kinds[0])
+
+    for numel in sizes:
+        for dtype in DTYPES:
+            compare(f"lossless, {dtype} {numel}", numel, dtype, "none")
+        for codec_name in codecs:
+            # The last rank's slice is padded here, of which top-k sends a share.
+            if "topk" not in codec_name or numel % world_size == 0:
+                compare(f"compressed, {codec_name} {numel}", numel, torch.float32, codec_name)
+                compare(f"feedback, {codec_name} {numel}", numel, torch.float32, codec_name, with_feedback=True)
+                compare(f"feedback, bf16 by {codec_name} {numel}", numel, torch.bfloat16, codec_name, True)
+    for dtype in (torch.float32, torch.bool, torch.int64):
+        sent = values(1000, torch.float32, rank).to(device).to(dtype)
+        received = exchange.broadcast(sent, world_size - 1)()
+        expected = values(1000, torch.float32, world_size - 1).to(dtype)
+        same[f"broadcast, {dtype}"] = torch.equal(received.cpu(), expected)
+    transport.close()
+    return same
+
+
+def is_bitwise(codec_name: str) -> bool:
+    """Returns whether every device encodes the same bits: scales are quotients, which CUDA rounds otherwise."""
+    return codec_name not in ("fp8", "int8", "int4", "int2")
+
+
+def is_near(codec_name: str, on_cpu: Tensor, other: Tensor) -> bool:
+    """Returns whether two results are the same, but for a step, where scales differ in the last bit."""
+    other = other.cpu()
+    if torch.equal(on_cpu, other):
+        return True
+    step = on_cpu.abs().max().float() / {"fp8": 14, "int4": 7, "int2": 1.5}.get(codec_name, 127)
+    return not is_bitwise(codec_name) and bool(((on_cpu.float() - other.float()).abs() <= 3 * step).all())
+
+
+def exchange_on_the_host(sums_wide: bool) -> dict[str, Any]:
+    with nccl_on_the_host():
+        return exchange_all_kinds(NcclExchange(dist.new_group(backend="gloo"), CPU, sums_wide), CPU)
+
+
+@pytest.mark.parametrize(("world_size", "sums_wide"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+def test_makes_what_gloo_makes(world_size: int, sums_wide: bool) -> None:
+    """Also with slices that are padded. What the exchange sums itself, it sums in the order of the ranks."""
+    for same in on_ranks(exchange_on_the_host, world_size, sums_wide):
+        assert all(same.values()), [name for name, equal in same.items() if not equal]
+
+
+def with_room_for(tensor: Tensor, num_shards: int) -> Tensor:
+    return zeros_with_room(tensor.numel(), num_shards, tensor.dtype, tensor.device).copy_(tensor)
+
+
+def spoil_the_room(flat: Tensor, world_size: int) -> None:
+    whole = with_room(flat, -(-flat.numel() // world_size) * world_size)
+    assert whole is not None
+    assert whole.numel() > flat.numel()
+    whole[flat.numel() :].fill_(math.nan if flat.is_floating_point() else 99)
+
+
+def in_turns(exchange: NcclExchange, flat: Tensor, codec_name: str, spoils: bool) -> list[Tensor]:
+    """Returns the results of collectives, and the residuals after each; ``spoils`` the room before each."""
+    world_size, codec, results = dist.get_world_size(), get_codec(codec_name), []
+    feedback = None if codec.lossless else ErrorFeedback(flat, world_size)
+    if feedback is not None and not spoils:
+        feedback.contribution = feedback.contribution.clone()  # without room
+    operations = [
+        lambda: exchange.reduce_scatter(flat, codec, False, feedback)(),
+        lambda: exchange.all_gather(flat, codec, feedback)(),
+        lambda: exchange.all_reduce(flat, codec, flat.is_floating_point(), feedback)(),
+    ]
+    for operation in [*operations, *operations]:
+        for each in [flat, *([] if feedback is None else [feedback.contribution])] if spoils else []:
+            spoil_the_room(each, world_size)
+        results.append(operation().clone())
+        results += [] if feedback is None else [residual.clone() for residual in feedback.state_dict().values()]
+    return results
+
+
+def exchange_with_room(sums_wide: bool) -> dict[str, bool]:
+    """Returns by codec, type and size whether a buffer with room, whatever is in it, gets the same as one without."""
+    kinds = [("none", dtype) for dtype in DTYPES] + [
+        (name, dtype) for name in LOSSY for dtype in (torch.float32, torch.bfloat16)
+    ]
+    same = {}
+    with nccl_on_the_host():
+        exchange = NcclExchange(dist.new_group(backend="gloo"), CPU, sums_wide)
+        for codec_name, dtype in kinds:
+            for numel in (1, 2500, 9001):
+                flat = values(numel, dtype, dist.get_rank())
+                roomy = with_room_for(flat, dist.get_world_size())
+                expected = in_turns(exchange, flat, codec_name, spoils=False)
+                results = in_turns(exchange, roomy, codec_name, spoils=True)
+                same[f"{codec_name}, {dtype} {numel}"] = all(map(torch.equal, results, expected))
+    return same
+
+
+@pytest.mark.parametrize("sums_wide", [False, True])
+def test_what_is_in_the_room_changes_nothing(sums_wide: bool) -> None:
+    """Neither a scale nor what top-k keeps; bit for bit as with padded copies."""
+    for same in on_ranks(exchange_with_room, 3, sums_wide):
+        assert all(same.values()), [name for name, equal in same.items() if not equal]
+
+
+#: Launches of a reduce-scatter and an all-gather of a bucket, collectives included: by Triton kernels, and by torch
+#: operations with shards of one size.
+LAUNCHES = {
+    ("none", torch.float32): (3, 3),
+    ("none", torch.bfloat16): (4, 7),
+    ("bf16", torch.float32): (6, 17),
+    ("fp16", torch.float32): (6, 17),
+    ("truncate16", torch.float32): (6, 17),
+    ("fp8", torch.float32): (6, 39),
+    ("int8", torch.float32): (6, 41),
+    ("int4", torch.float32): (6, 67),
+    ("topk", torch.float32): (11, 65),
+    ("chunked_topk", torch.float32): (6, 183),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view and "empty" not in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def launches(codec_name: str, dtype: torch.dtype, world_size: int, sums_wide: bool = False, missing: int = 0) -> int:
+    """Counts on the meta device, where what costs launches is done as on CUDA: for a bucket, on the last rank."""
+    numel = world_size * 4096 * 8 - missing
+    codec, flat = get_codec(codec_name), zeros_with_room(numel, world_size, dtype, torch.device("meta"))
+    feedback = None if codec.lossless else ErrorFeedback(flat, world_size)
+    group = MagicMock()
+    group.get_rank.return_value, group.get_world_size.return_value = world_size - 1, world_size
+    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
+        exchange = NcclExchange(MagicMock(), flat.device, sums_wide)
+        exchange.reduce_scatter(flat, codec, mean=True, feedback=feedback)
+        exchange.all_gather(flat, codec, feedback)
+    return counted.number + len(group.method_calls) - 2  # without the calls for the rank and for the number of ranks
+
+
+def test_16_bit_floats_in_a_ring_take_no_more_launches() -> None:
+    assert [launches("none", torch.bfloat16, ranks, sums_wide=True) for ranks in (8, 64)] == [5, 5], (
+        "a cast, a division, a copy"
+    )
+
+
+@pytest.mark.parametrize("sums_wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_of_any_size_takes_no_more_launches(dtype: torch.dtype, sums_wide: bool) -> None:
+    of_a_multiple, of_any_size = (launches("none", dtype, 8, sums_wide, missing) for missing in (0, 3))
+    assert of_any_size == of_a_multiple
+
+
+@pytest.mark.parametrize("codec_name", LOSSY)
+def test_with_a_codec_each_half_zeroes_the_room(codec_name: str) -> None:
+    of_a_multiple, of_any_size = (launches(codec_name, torch.float32, 8, missing=missing) for missing in (0, 3))
+    assert of_any_size == of_a_multiple + 2
+
+
+def parts_at_once(world_size: int) -> int:
+    flat, group = torch.zeros(world_size * 4096 - 5, device="meta"), MagicMock()
+    group.get_rank.return_value, group.get_world_size.return_value = 0, world_size
+    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
+        NcclExchange(MagicMock(), flat.device).all_gather(flat, get_codec("none"), None, slice(0, 100))
+    return counted.number
+
+
+def test_the_parts_of_all_ranks_are_copied_at_once() -> None:
+    assert parts_at_once(8) == parts_at_once(64) <= 3
+
+
+def hosts_of_a_transport(name: str) -> list[bool]:
+    names = {"own": f"host {dist.get_rank()}", "one": "host"}
+    with patch("lightning_pipesync.core.comm.groups.socket.gethostname", lambda: names[name]):
+        transport = Transport(timeout_s=30)
+    shared = [transport._groups.share_a_host(ranks) for ranks in ([0, 1], [0])]
+    transport.close()
+    return shared
+
+
+@pytest.mark.parametrize(("name", "shared"), [("own", [False, False]), ("one", [True, False])])
+def test_ranks_know_which_of_them_share_a_host(name: str, shared: list[bool]) -> None:
+    assert on_ranks(hosts_of_a_transport, 2, name) == [shared] * 2
+
+
+@contextmanager
+def recorded_options() -> Iterator[list[Any]]:
+    """Context in which the options of NCCL's groups are listed; ``max_ctas`` is None until it is set."""
+    listed: list[Any] = []
+
+    def options(**_: bool) -> SimpleNamespace:
+        listed.append(SimpleNamespace(config=SimpleNamespace(max_ctas=None)))
+        return listed[-1]
+
+    with patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), create=True):
+        yield listed
+
+
+def ctas_of_a_transport(num_hosts: int) -> list[int | None]:
+    host = f"host {dist.get_rank() * num_hosts // dist.get_world_size()}"
+    with (
+        cuda(),
+        recorded_options() as listed,
+        patch("lightning_pipesync.core.comm.groups.socket.gethostname", lambda: host),
+    ):
+        Transport("cuda", timeout_s=30, topology="rows", torus_columns=2).close()
+    return [options.config.max_ctas for options in listed]
+
+
+@pytest.mark.parametrize(("num_hosts", "ctas"), [(1, [None] * 5), (2, [4, None, None, 4, 4])])
+def test_groups_of_several_hosts_take_few_thread_blocks(num_hosts: int, ctas: list[int | None]) -> None:
+    """The group of all ranks, those of the rows, each on one host, and of the columns, from host to host."""
+    assert on_ranks(ctas_of_a_transport, 4, num_hosts) == [ctas] * 4
+
+
+@pytest.mark.parametrize("name", ["NCCL_MIN_CTAS", "NCCL_MAX_CTAS"])
+def test_thread_blocks_that_the_user_has_set_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "16")
+    with recorded_options() as listed, patch.object(torch.cuda, "synchronize"), patch.object(dist, "new_group"):
+        new_nccl_group(None, CPU, timedelta(seconds=5), several_hosts=True)
+    assert [options.config.max_ctas for options in listed] == [None]
+
+
+def test_an_nccl_without_a_configuration_has_no_limit() -> None:
+    with (
+        patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), create=True),
+        patch.object(torch.cuda, "synchronize"),
+        patch.object(dist, "new_group") as made,
+    ):
+        new_nccl_group(None, CPU, timedelta(seconds=5), several_hosts=True)
+    made.assert_called_once()
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_an_all_reduce_is_one_launch_and_a_division(ranks: int) -> None:
+    flat, group = torch.zeros(ranks * 4096, device="meta"), MagicMock()
+    group.get_world_size.return_value = ranks
+    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
+        NcclExchange(MagicMock(), flat.device).all_reduce(flat, get_codec("none"), mean=True, feedback=None)
+    assert counted.number == 1
+    group.all_reduce.assert_called_once()
+
+
+def test_groups_are_made_with_nothing_in_flight_and_come_before_training() -> None:
+    calls, device = MagicMock(), torch.device("cuda", 1)
+    with (
+        patch.object(torch.cuda, "synchronize", calls.synchronize),
+        patch.object(dist, "ProcessGroupNCCL", calls.nccl, create=True),
+        patch.object(dist, "new_group", calls.new_group),
+    ):
+        new_nccl_group([0, 1], device, timedelta(seconds=5), several_hosts=False)
+    assert [name for name, _, _ in calls.mock_calls] == ["synchronize", "nccl.Options", "new_group"]
+    calls.synchronize.assert_called_once_with(device)
+    calls.nccl.Options.assert_called_once_with(is_high_priority_stream=True)
+
+
+@pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)
+def test_the_number_of_ranks_does_not_change_the_number_of_launches(codec_name: str, dtype: torch.dtype) -> None:
+    _, by_torch = LAUNCHES[codec_name, dtype]
+    assert [launches(codec_name, dtype, ranks) for ranks in (8, 64)] == [by_torch] * 2
+
+
+@pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)
+def test_kernels_take_few_launches(codec_name: str, dtype: torch.dtype) -> None:
+    """Also where the last shard is shorter."""
+    pytest.importorskip("triton")
+    from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards
+
+    counts = set()
+    with patch("lightning_pipesync.core.codecs.shards.runs_triton", lambda _: True):
+        for ranks in (8, 64):
+            for missing in (0, 5):
+                with patch.object(KernelShards, "_launch") as launch_kernel:
+                    others = launches(codec_name, dtype, ranks, missing=missing)
+                counts.add(others + launch_kernel.call_count)
+    by_kernels, _ = LAUNCHES[codec_name, dtype]
+    assert counts == {by_kernels}
+    assert by_kernels <= 12
+
+
+def average_in_background() -> list[float]:
+    with nccl_on_the_host():
+        transport = Transport(timeout_s=30)
+        transport._nccl = transport._exchange = exchange = NcclExchange(dist.new_group(backend="gloo"), CPU)
+        with patch.object(transport, "_exchange_of", lambda _: exchange):
+            result: list[float] = transport.all_reduce(torch.full([3], 1.0), background=True).wait().tolist()
+        transport.close()
+    return result
+
+
+def test_an_all_reduce_in_the_background_is_waited_for() -> None:
+    """It advances by itself: a thread that finishes it late would never do so."""
+    assert on_ranks(average_in_background, 2, timeout_s=40) == [[2.0] * 3] * 2
+
+
+def close_while_a_kernel_waits_for_a_lost_peer() -> None:
+    transport = Transport(timeout_s=30)
+    group = dist.new_group(backend="gloo")
+    transport._groups._groups.append(group)
+    get_backend, destroy, end = dist.get_backend, dist.destroy_process_group, Event()
+    with (
+        patch.object(dist, "get_backend", lambda of=None: "nccl" if of is group else get_backend(of)),
+        patch.object(dist, "destroy_process_group", lambda of: end.wait() if of is group else destroy(of)),
+    ):
+        transport.close(timeout_s=0.1)
+        end.set()
+
+
+def test_closing_never_waits_for_a_lost_peers_kernel() -> None:
+    on_ranks(close_while_a_kernel_waits_for_a_lost_peer, 1, timeout_s=40)
+
+
+@pytest.mark.parametrize("after_error", [True, False])
+def test_after_an_error_all_groups_are_aborted_together(after_error: bool) -> None:
+    calls = MagicMock()
+    with patch.object(dist, "destroy_process_group", calls.destroy):
+        destroy_nccl_groups([calls, calls], after_error)
+    backend = [f"_get_backend().{name}" for name in ("_group_start", "abort", "abort", "_group_end")]
+    aborted = ["_get_backend", "_get_backend", *backend] if after_error else []
+    assert [name for name, _, _ in calls.mock_calls] == [*aborted, "destroy", "destroy"]
+
+
+def test_a_group_that_fails_to_abort_is_destroyed_all_the_same() -> None:
+    group, destroyed = MagicMock(), MagicMock()
+    group._get_backend().abort.side_effect = RuntimeError("NCCL communicator was aborted")
+    with patch.object(dist, "destroy_process_group", destroyed):
+        destroy_nccl_groups([group, group], abort=True)
+    assert destroyed.call_count == 2

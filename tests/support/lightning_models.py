@@ -1,0 +1,191 @@
+"""A LightningModule, a Trainer and data for tests of the strategies."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_pipesync  # noqa: F401  # registers the strategies
+from tests.support.harness import on_ranks
+from tests.support.models import OPTIMIZERS, seeded_mlp
+
+SAMPLES = 64
+
+# Far above any change: after the first step every step stays local, and the replicas differ.
+LOCAL = {"delta": 1e9}
+
+
+def dataset() -> TensorDataset:
+    """64 samples, their index, and their class."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=generator) * torch.linspace(0.5, 4, SAMPLES).unsqueeze(1)
+    return TensorDataset(torch.arange(SAMPLES), x, (x.sum(dim=1) > 0).long())
+
+
+def batches() -> list[Any]:
+    """The same samples, put together as 16 batches."""
+    return [dataset()[i : i + 4] for i in range(0, SAMPLES, 4)]
+
+
+class Classifier(pl.LightningModule):
+    """A small network; it records what it trained on and what it validated with."""
+
+    def __init__(self, optimizer: str = "sgd", batch_norm: bool = False, dropout: float = 0.0, scheduler: bool = False):
+        super().__init__()
+        self.model = nn.Sequential(seeded_mlp(batch_norm=batch_norm), nn.Dropout(dropout), nn.Linear(3, 2))
+        self.optimizer_name, self.scheduler = optimizer, scheduler
+        self.seen: list[list[int]] = []
+        self.validated_with: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        indices, x, y = batch
+        self.seen.append(indices.tolist())
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated_with.append(self.weights())
+        _, x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.model(x), y), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.optimizer_name](self.model)
+        if self.scheduler:
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+        return optimizer
+
+    def weights(self) -> Tensor:
+        """All parameters and floating-point buffers in one vector."""
+        tensors = [value.detach().flatten() for value in self.state_dict().values() if value.is_floating_point()]
+        return torch.cat(tensors).clone()
+
+
+class Fetching(Classifier):
+    """It takes its batches from the loader itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        (indices, x, y), _, _ = next(dataloader_iter)
+        self.seen.append(indices.tolist())
+        return nn.functional.cross_entropy(self.model(x), y)
+
+
+class Manual(Classifier):
+    """Steps two optimizers by hand, the second one with every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.clip(optimizer)
+            optimizer.step()
+
+    def clip(self, optimizer: Any) -> None:
+        """Leaves the gradient as it is."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.model[0].parameters(), 0.1), torch.optim.AdamW(self.model[2].parameters(), 0.01)]
+
+
+class Memory(Logger):
+    """Keeps what is logged, and at which steps."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps none."""
+
+
+def train_loader(batch_size: int = 4, **kwargs: Any) -> DataLoader:
+    return DataLoader(dataset(), batch_size=batch_size, shuffle=True, **kwargs)
+
+
+def val_loader() -> DataLoader:
+    return DataLoader(dataset(), batch_size=16)
+
+
+def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -> pl.Trainer:
+    """A quiet Trainer on the CPU; the processes exist already."""
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": directory,
+        "max_epochs": 2,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
+
+
+def launched_trainer(strategy: Any, directory: Path, **kwargs: Any) -> pl.Trainer:
+    """A Trainer on the machines and processes that torchrun has started."""
+    devices, num_nodes = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    return trainer(strategy, devices, directory, num_nodes=num_nodes, **kwargs)
+
+
+def make_strategy(settings: dict[str, Any] | str) -> Any:
+    """A strategy by its settings, of which ``name`` says which, by default SelSync's; or by its name."""
+    if isinstance(settings, str):
+        return settings
+    settings = {"name": "selsync", **settings}
+    return StrategyRegistry[settings.pop("name")]["strategy"](**settings)
+
+
+def fit(
+    directory: Path,
+    strategy: dict[str, Any] | str,
+    module: dict[str, Any] | None = None,
+    loader: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Fits a Classifier in this rank and returns what it did."""
+    model = Classifier(**(module or {}))
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **kwargs)
+    run.fit(model, train_loader(**(loader or {})), val_loader())
+    return {
+        "weights": model.weights(),
+        "validated_with": model.validated_with,
+        "seen": model.seen,
+        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "shown": sorted(run.progress_bar_metrics),
+        "steps": run.global_step,
+    }
+
+
+def fit_on(world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    """Fits a Classifier on each of so many ranks."""
+    return on_ranks(partial(fit, *args, **kwargs), world_size, init=False)
+
+
+def scaling() -> MixedPrecision:
+    """16-mixed precision with its loss scaler on the CPU, where the Trainer would quietly take bf16-mixed."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
