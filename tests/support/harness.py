@@ -81,15 +81,14 @@ def end_with_tests() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-#: Processes that run at once, of all workers of these tests, whatever a file asks for.
+#: Ranks that run at once on this machine, whatever a file of tests asks for, and however many workers there are.
 NUM_SLOTS = 8
 
 
 @contextmanager
 def slots(number: int) -> Iterator[None]:
-    """Waits until so many processes may run beside those of the other workers of these tests."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir()) / f"pipesync-tests-{run}"
+    """Waits until so many processes may run beside those of all other workers; not to be nested."""
+    folder = Path(tempfile.gettempdir()) / f"pipesync-tests-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     with ExitStack() as taken:
         with (folder / "queue").open("w") as queue:  # whoever takes slots takes all that it needs
