@@ -36,11 +36,11 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests wait for each other's messages: on two cores, three workers are faster than two.
+# Ranks wait for each other's messages: on two cores, three workers are faster than two.
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --junitxml=outputs/tests.xml
 
-# Before each commit: minutes. tests/nightly has everything else.
+# Before each commit: minutes. What else there is, tests/nightly has.
 test: $(READY)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
@@ -48,6 +48,10 @@ test: $(READY)
 
 test-all: lint
 	$(PYTEST) tests/quick tests/nightly $(TEST_ARGS)
+
+# While one writes: what needs no other process than pytest's.
+test-fast: lint
+	$(BIN)/python -m pytest --fast -n 2 --dist worksteal tests/quick
 
 # What one GPU can show: two ranks share it over Gloo, and one rank uses NCCL. Elsewhere all is skipped, with the reason,
 # also where torch is a build for the CPU.
@@ -58,11 +62,10 @@ test-cuda: $(READY)
 
 # Which kernel a processor gets decides how products and sums round. What is bit for bit has to be so with any of them:
 # these stand for processors that are not at hand.
-EQUIVALENCE := tests/quick/methods/test_dear.py tests/nightly/methods/test_dear_state.py tests/quick/methods/test_ea_pipe.py tests/quick/methods/test_pipe_sgd.py tests/quick/methods/test_selsync.py
 test-kernels: $(READY)
 	for kernels in MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=default; do \
 	  echo "$$kernels"; \
-	  env $$kernels $(BIN)/python -m pytest -q -n 2 --dist loadfile -k "is_ddp or follows or uninterrupted" $(EQUIVALENCE) \
+	  env $$kernels $(BIN)/python -m pytest -q -n 2 --dist loadfile -k "is_ddp or follows or uninterrupted" tests/quick/methods \
 	    || exit 1; \
 	done
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
 from tests.conformance.methods import FRAMEWORKS, METHODS, Method
 from tests.conformance.training import Options
 
@@ -39,3 +43,42 @@ def _has(framework: str, pipeline: bool, options: Options) -> bool:
         return not pipeline and (framework != "lightning" or options.accumulate == 1)
     # Of a pipeline Accelerate knows neither the precision nor the clipping by norm, which is a setting.
     return not (pipeline and framework == "accelerate" and (options.precision != "32" or options.clip_norm))
+
+
+Tier = Literal["quick", "nightly"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is tested of a method on a framework before each commit; everything else is in the tests of the night.
+
+    Attributes:
+        exact: the case in exact settings.
+        typical: the index of typical settings, and the case in them.
+        resumed: the index of typical settings in which a run is resumed.
+    """
+
+    exact: str
+    typical: tuple[int, str]
+    resumed: int
+
+
+@cache
+def case_turns(framework: str) -> dict[str, Turn]:
+    """Returns the turn of each method: together they have all cases of the framework, and most typical settings."""
+    shift, cases = FRAMEWORKS.index(framework), cases_of(framework, None)
+    left, turns = cases[2 * shift :] + cases[: 2 * shift], {}
+
+    def next_case(name: str, number: int) -> str:
+        own = cases_of(framework, METHODS[name])
+        case = next((case for case in left if case in own), own[number % len(own)])
+        left[:] = [other for other in left if other != case]
+        return case
+
+    for number, name in enumerate((name for of, name in PAIRS if of == framework), shift):
+        num_typical = len(METHODS[name].typical)
+        index = number % num_typical
+        exact = next_case(name, number)
+        typical = (index, next_case(name, number) if index == 0 else "sgd")  # the first settings have all cases
+        turns[name] = Turn(exact, typical, (number + 1) % num_typical)
+    return turns

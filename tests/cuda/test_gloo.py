@@ -15,10 +15,10 @@ from lightning_pipesync.core.comm.transport import Transport
 from tests.conformance.cases import CASES, cases_of
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
+from tests.conformance.table import SAVED_EVERY, assert_equal, train_twice
 from tests.conformance.training import Checkpoint, Options, flat, network
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, on_device
-from tests.nightly.conformance.test_training import SAVED_EVERY, assert_equal, train_twice
-from tests.quick.core.test_transport import DTYPES, SIZES, rank_order_sum, values
+from tests.references.collectives import DTYPES, SIZES, rank_order_sum, values
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import raised
 

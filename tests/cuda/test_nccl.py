@@ -14,7 +14,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, recorded, sleep
 from tests.quick.core.test_nccl import exchange_all_kinds
-from tests.quick.core.test_transport import BROADCAST, DTYPES, LOSSY, SIZES, values
+from tests.references.collectives import BROADCAST, DTYPES, LOSSY, SIZES, values
 
 pytestmark = needs_cuda
 

@@ -22,9 +22,9 @@ from tests.conformance.loops import run_loop
 from tests.conformance.methods import FRAMEWORKS, METHODS, Method
 from tests.conformance.pipelines import VirtualPipelineLoop
 from tests.conformance.runners import train
+from tests.conformance.table import SAVED_EVERY, assert_equal, exact_settings
 from tests.conformance.training import Checkpoint, Options, Result
 from tests.cuda.device import launch_on_device, needs_cuda, on_device
-from tests.nightly.conformance.test_training import SAVED_EVERY, assert_equal, exact_settings
 from tests.support.case_table import Outcomes, launch_cases
 
 pytestmark = needs_cuda

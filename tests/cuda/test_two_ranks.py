@@ -12,9 +12,9 @@ from lightning_pipesync.core.comm.nccl import NcclExchange
 from tests.conformance.cases import CASES, cases_of
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
+from tests.conformance.table import assert_equal
 from tests.cuda.device import DEVICE, launch_over_nccl, needs_cuda, on_device, why_not_over_nccl
 from tests.cuda.test_gloo import by_ddp
-from tests.nightly.conformance.test_training import assert_equal
 from tests.quick.core.test_nccl import exchange_all_kinds
 from tests.support.case_table import Outcomes, launch_cases
 
