@@ -44,7 +44,7 @@ autodoc_default_options = {
     "members": True,
     "member-order": "bysource",
     # The same for each method, or in the tables of its page.
-    "exclude-members": "config_type, lab, former_names, former_values, metric_infos, shown_metrics",
+    "exclude-members": "config_type, lab, metric_infos, shown_metrics",
 }
 #: Types of settings that are shown by name.
 autodoc_type_aliases = {name: name for name in ("MiB", "MiBRange", "Seconds", "Injection", "Compression")}

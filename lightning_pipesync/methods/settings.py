@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
@@ -40,10 +39,6 @@ class Settings:
     for_trainer: ClassVar[Mapping[str, str]] = {}
     #: Settings that the Trainer replaces by its own arguments, each with that argument.
     set_by_trainer: ClassVar[Mapping[str, str]] = {}
-    #: Former names of settings, and former values by setting, each with the present one; see :func:`renamed`.
-    former_names: ClassVar[Mapping[str, str]] = {}
-    former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = {}
-
     timeout_s: float = 1800.0
     check_messages: bool = False
 
@@ -111,21 +106,6 @@ class Settings:
                 if not 0 <= value <= 1:
                     raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
 
-    @classmethod
-    def with_present_names(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Replaces former names and values of settings by the present ones, with a FutureWarning for each."""
-        present: dict[str, Any] = {}
-        for name, value in settings.items():
-            new = cls.former_names.get(name, name)
-            if new in present or (new != name and new in settings):
-                raise ValueError(f"{name} is the former name of {new}: set {new} only.")
-            replaced = cls.former_values.get(new, {}).get(value, value) if isinstance(value, str) else value
-            if (new, replaced) != (name, value):
-                instead = f"{new}={replaced!r} in place of {name}={value!r}"
-                warnings.warn(f"Set {instead}: the next release refuses that.", FutureWarning, stacklevel=3)
-            present[new] = replaced
-        return present
-
     @property
     def uses_error_feedback(self) -> bool:
         """Whether the codec is lossy, and its error is added to the next values that it encodes."""
@@ -178,28 +158,6 @@ class Settings:
         return self
 
 
-def renamed(
-    names: Mapping[str, str] | None = None, values: Mapping[str, Mapping[str, str]] | None = None
-) -> Callable[[type[Config]], type[Config]]:
-    """Class decorator of a dataclass of settings that accepts former names and values for one release.
-
-    ``names`` are the present ones by the former ones; ``values``, too, by the present name of their setting.
-    """
-
-    def decorate(config_type: type[Config]) -> type[Config]:
-        init = config_type.__init__
-
-        @functools.wraps(init)
-        def with_former_names(self: Config, *args: Any, **settings: Any) -> None:
-            init(self, *args, **type(self).with_present_names(settings))
-
-        config_type.__init__ = with_former_names  # type: ignore[method-assign, assignment]
-        config_type.former_names, config_type.former_values = names or {}, values or {}
-        return config_type
-
-    return decorate
-
-
 def config_from(config_type: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
     """Returns a method's settings, given as a dataclass or as keywords, not both."""
     if config is None:
@@ -237,11 +195,6 @@ def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise:
             f"The checkpoint was written with {saved}, this run has {present}. Use the same settings, or remove the "
             f"key 'pipesync' from the checkpoint {otherwise}."
         )
-
-
-def with_topology(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the topology to saved settings if the present ones have it: a checkpoint without is of a flat exchange."""
-    return {"topology": "flat", **saved} if "topology" in present else {**saved}
 
 
 def check_launch(method: str, settings: Settings) -> None:

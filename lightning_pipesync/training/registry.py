@@ -104,13 +104,12 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
 
 
 def _present(method: object, settings: Mapping[str, Any]) -> tuple[type[Settings], dict[str, Any]]:
-    """Returns the class of a method's settings, and ``settings`` by their present names, all of which it has."""
+    """Returns the class of a method's settings, and ``settings``, all of which it has."""
     method, settings = resolve(method, settings)
     if not isinstance(method, str) or method not in METHODS:
         known = [*METHODS, *PRESETS]
         raise ValueError(f"method must be one of {', '.join(known)}, got {method!r}.{did_you_mean(method, known)}")
     config_type = METHODS[method].config_type
-    settings = config_type.with_present_names(settings)
     known = [field.name for field in fields(config_type)]
     for name in settings:
         if name not in known:

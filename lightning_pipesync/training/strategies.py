@@ -78,7 +78,7 @@ def check_interactive(strategy: Any) -> None:
 def passes_to(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Decorator of an ``__init__`` that states arguments: it passes those that are given, by name, to that of ``base``.
 
-    Whatever else is given by name is passed on, too: ``base`` accepts former names of settings, and refuses others.
+    Whatever else is given by name is passed on, too: ``base`` refuses what is no setting.
     """
 
     def decorate(stated: Callable[P, None]) -> Callable[P, None]:

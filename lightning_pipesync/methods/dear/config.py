@@ -12,7 +12,7 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.dtensors import ELEMENTWISE
 from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology, renamed
+from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
@@ -22,7 +22,6 @@ FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 SEARCH_MB = (1.0, 100.0)
 
 
-@renamed(values={"overlap": {"paper": "forward"}})
 @dataclass(frozen=True)
 class DeARConfig(Settings):
     """Settings of DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce

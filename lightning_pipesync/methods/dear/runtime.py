@@ -31,7 +31,7 @@ from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
-from lightning_pipesync.methods.settings import check_saved, with_topology
+from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -319,7 +319,7 @@ class DeAR(SyncMethod):
             ValueError: the state is of other settings, or of another number of ranks.
         """
         present = self._shape_settings()
-        saved = with_topology(state["settings"], present)
+        saved = state["settings"]
         as_many = len(saved["sharded"]) == len(present["sharded"])
         if as_many and not (saved["error_feedback"] or present["error_feedback"]):
             present["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights

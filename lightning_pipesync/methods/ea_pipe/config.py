@@ -10,7 +10,6 @@ from typing import Annotated, Literal, get_args
 from lightning_pipesync.methods.pipeline import PipelineSettings
 from lightning_pipesync.methods.replicas.elastic import problem_of_force
 from lightning_pipesync.methods.setting_types import Seconds
-from lightning_pipesync.methods.settings import renamed
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Average = Literal["gradients", "elastic"]
@@ -30,7 +29,6 @@ SYNCHRONOUS = ("gpipe", "1f1b")
 PULLED = ("ea_pipe", *SYNCHRONOUS)
 
 
-@renamed({"sync_period": "period"})
 @dataclass(frozen=True)
 class EAPipeConfig(PipelineSettings):
     """Settings of EA-Pipe ("Pipeline Parallelism With Elastic Averaging", IEEE Access 2024).

@@ -16,7 +16,7 @@ from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.neighbors import Neighbors
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, Topology, renamed
+from lightning_pipesync.methods.settings import Partition, Topology
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 
@@ -28,7 +28,6 @@ OUTER_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9}
 SPARSELOCO_DECAY = 0.95
 
 
-@renamed({"own_share": "mixing_factor", "replicas_per_group": "ranks_per_replica"})
 @dataclass(frozen=True)
 class LocalSGDConfig(ReplicaSettings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.

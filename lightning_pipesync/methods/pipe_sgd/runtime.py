@@ -19,7 +19,7 @@ from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_n
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
-from lightning_pipesync.methods.settings import check_saved, with_topology
+from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ class PipeSGD(SyncMethod):
             ValueError: the state is of other settings.
         """
         present = self._shape_settings()
-        check_saved(with_topology(state["settings"], present), present, "to begin with an empty pipeline")
+        check_saved(state["settings"], present, "to begin with an empty pipeline")
         self._queue.wait_all()
         self._take_new_parameters()  # such as those that a callback has thawed before the checkpoint
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):

@@ -14,7 +14,7 @@ from lightning_pipesync.core.plain import encode
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.servers.policies import Policy, policies
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import Settings, renamed
+from lightning_pipesync.methods.settings import Settings
 
 PolicyName = Literal[
     "sync",
@@ -64,7 +64,6 @@ class Roles:
     coordinators: range  # who decides in which order gradients are used: rank 0, or each server for its shard
 
 
-@renamed({"sync_period": "period"}, {"partition": {"handed_out": "work_queue"}})
 @dataclass(frozen=True)
 class ParameterServerConfig(Settings):
     """Settings of SGD with parameter servers (lecture "Distributed Deep Learning", SGD variants).
