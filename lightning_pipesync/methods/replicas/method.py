@@ -30,7 +30,7 @@ from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.replicas.unit import ReplicaUnit, number_of_participants
-from lightning_pipesync.methods.settings import check_saved, with_topology
+from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -356,12 +356,9 @@ class ReplicaMethod(SyncMethod):
             ValueError: the state was saved with other settings that determine its structure, or with another number of
                 ranks.
         """
-        former = self.config.former_names
-        settings = {former.get(name, name): value for name, value in state["settings"].items()}
         present = self._shape_settings()
-        check_saved(with_topology(settings, present), present, "to start from the averaged weights")
-        if "place" in state:  # not in checkpoints of earlier versions
-            self._check_place(*state["place"])
+        check_saved(state["settings"], present, "to start from the averaged weights")
+        self._check_place(*state["place"])
         self.synchronize()
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.load_state_dict(saved)
