@@ -1,9 +1,10 @@
-"""Which parameters travel together."""
+"""Which parameters travel together, in which memory, and the norm of many tensors."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_pipesync.core.buckets import (
     plan_buckets,
     shaped,
 )
+from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import check_values, collect_parameters
 
 
@@ -31,22 +33,12 @@ def layers(*widths: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
-def test_by_size() -> None:
+def test_by_size_by_layers_or_one_for_each() -> None:
     """8 x 8 weights of 256 bytes and biases of 32: two layers fill 576 bytes."""
-    two_layers = Fusion(bucket_mb=576 / MIB)
-    assert plan(layers(8, 8, 8, 8), two_layers) == [
-        ["2.bias", "2.weight", "1.bias", "1.weight"],
-        ["0.bias", "0.weight"],
-    ]
+    by_two_layers = [["2.bias", "2.weight", "1.bias", "1.weight"], ["0.bias", "0.weight"]]
+    assert plan(layers(8, 8, 8, 8), Fusion(bucket_mb=576 / MIB)) == by_two_layers
+    assert plan(layers(2, 2, 2, 2), Fusion(num_layers=2)) == by_two_layers
     assert plan(layers(8, 8, 8), Fusion(bucket_mb=100 / MIB)) == [["1.bias"], ["1.weight"], ["0.bias"], ["0.weight"]]
-
-
-def test_by_layers() -> None:
-    module = layers(2, 2, 2, 2)
-    assert plan(module, Fusion(num_layers=2)) == [["2.bias", "2.weight", "1.bias", "1.weight"], ["0.bias", "0.weight"]]
-
-
-def test_one_for_each() -> None:
     assert plan(layers(2, 2), Fusion()) == [["0.bias"], ["0.weight"]]
 
 
@@ -149,23 +141,36 @@ def test_buffers_that_the_module_replaces() -> None:
 
 
 class Unfit(nn.Module):
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(parameter)
+        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters())
 
 
 @pytest.mark.parametrize(
-    ("module", "word"),
+    ("make", "optimizers", "words"),
     [
-        (Unfit(torch.zeros(2, dtype=torch.complex64)), "complex"),
-        (nn.LazyLinear(2), "lazy"),
-        (nn.Sequential(nn.Embedding(2, 2, sparse=True)), "sparse"),
+        (Unfit, [sgd], "complex"),
+        (lambda: nn.LazyLinear(2), [lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))])], "lazy"),
+        (lambda: nn.Sequential(nn.Embedding(2, 2, sparse=True)), [sgd], "sparse"),
+        # Its average would be taken at the steps of one of them only.
+        (lambda: layers(2, 2), [sgd, lambda m: torch.optim.SGD([m[0].bias])], r"0\.bias is in several optimizers"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
+            [sgd],
+            r"1\.weight is on meta, and 0\.weight on cpu",
+        ),
+        (lambda: layers(2, 2), [lambda m: torch.optim.LBFGS(m.parameters())], "LBFGS"),
     ],
-    ids=["complex", "lazy", "sparse"],
+    ids=["complex", "lazy", "sparse", "twice", "devices", "LBFGS"],
 )
-def test_unfit_parameters_are_named(module: nn.Module, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        collect_parameters(module, [torch.optim.SGD([nn.Parameter(torch.zeros(1))])])
+def test_what_cannot_be_trained_is_named(make: Any, optimizers: list[Any], words: str) -> None:
+    module = make()
+    with pytest.raises(ValueError, match=words):
+        collect_parameters(module, [one(module) for one in optimizers])
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -175,21 +180,12 @@ def test_a_module_without_values_is_named(affine: bool) -> None:
         check_values(nn.Sequential(nn.BatchNorm1d(2, affine=affine, device="meta")))
 
 
-def test_a_parameter_in_two_optimizers_is_named() -> None:
-    """Its average would be taken at the steps of one of them only."""
-    module = layers(2, 2)
-    optimizers = [torch.optim.SGD(module.parameters()), torch.optim.SGD([module[0].bias])]
-    with pytest.raises(ValueError, match=r"0\.bias is in several optimizers"):
-        collect_parameters(module, optimizers)
-
-
-def test_a_model_on_several_devices_is_refused() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(ValueError, match=r"1\.weight is on meta, and 0\.weight on cpu"):
-        collect_parameters(module, [torch.optim.SGD(module.parameters())])
-
-
-def test_unfit_optimizers_are_named() -> None:
-    module = layers(2, 2)
-    with pytest.raises(ValueError, match="LBFGS"):
-        collect_parameters(module, [torch.optim.LBFGS(module.parameters())])
+def test_squared_norm() -> None:
+    gradients = [torch.randn(5, 3), torch.randn(7, dtype=torch.float64), torch.randn(4, dtype=torch.bfloat16)]
+    expected = sum(gradient.double().square().sum().item() for gradient in gradients)
+    assert SquaredNorm(gradients).item() == pytest.approx(expected, rel=1e-6)
+    assert SquaredNorm(gradients[:1]).item() == pytest.approx(gradients[0].double().square().sum().item(), rel=1e-6)
+    assert SquaredNorm([]).item() == 0.0
+    assert SquaredNorm([torch.tensor([1.5e19])] * 2).item() == pytest.approx(4.5e38, rel=1e-6), "beyond fp32"
+    assert math.isinf(SquaredNorm([torch.tensor([math.inf])]).item())
+    assert math.isnan(SquaredNorm([torch.tensor([math.nan])]).item())

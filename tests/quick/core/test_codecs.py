@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -75,50 +76,42 @@ def chunk_scales(source: Tensor, chunk_size: int = 1024, levels: float = 127) ->
 # --- every codec ---
 
 
+#: By codec the largest error, from magnitudes and, where chunks have scales, from these.
+BOUNDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda exact, source: exact * 0,
+    "bf16": lambda exact, source: exact * 2**-8,
+    "fp16": lambda exact, source: exact * 2**-11 + 2**-25,
+    "truncate16": lambda exact, source: exact * 2**-7 + 1e-45,
+    "fp8": lambda exact, source: torch.maximum(exact * 2**-4, chunk_scales(source, 1024, 448) * 2**-10) * 1.0001,
+    "int8": lambda exact, source: chunk_scales(source) * 0.50002,
+    "int4": lambda exact, source: chunk_scales(source, 256, 7) * 0.50002,
+    "int2": lambda exact, source: chunk_scales(source, 256, 1.5) * 0.50002,
+}
+
+
 @every_codec
 @every_dtype
 def test_every_size_and_dtype_keeps_what_matters(name: str, dtype: torch.dtype) -> None:
     for numel in SIZES:
-        check_what_matters(name, numel, dtype)
-
-
-def check_what_matters(name: str, numel: int, dtype: torch.dtype) -> None:
-    source = random(numel, dtype)
-    before = source.clone()
-    codec = get_codec(name)
-    decoded = round_trip(codec, source, torch.float64)
-    assert torch.equal(source, before)
-    assert decoded.isfinite().all()
-    error, exact = (decoded - source.double()).abs(), source.double().abs()
-    if name == "none":
-        assert torch.equal(decoded, source.double())
-    elif name == "bf16":
-        assert (error <= exact * 2**-8).all()
-    elif name == "fp16":
-        assert (error <= exact * 2**-11 + 2**-25).all()
-    elif name == "truncate16":
-        assert (error < exact * 2**-7 + 1e-45).all()
-    elif name == "fp8" and numel:
-        scales = chunk_scales(source, 1024, 448).double()
-        assert (error <= torch.maximum(exact * 2**-4, scales * 2**-10) * 1.0001).all()
-    elif name == "int8" and numel:
-        assert (error <= chunk_scales(source).double() * 0.50002).all()
-    elif name == "int4" and numel:
-        assert (error <= chunk_scales(source, 256, 7).double() * 0.50002).all()
-    elif name == "int2" and numel:
-        assert (error <= chunk_scales(source, 256, 1.5).double() * 0.50002).all()
-    elif name == "chunked_topk" and numel:
-        for chunk, values in zip(decoded.split(4096), source.double().split(4096), strict=True):
-            kept = chunk.nonzero().view(-1)
-            assert kept.numel() == min(64, chunk.numel())
-            assert values[kept].abs().min() >= values.abs().sort().values[-kept.numel()]
-            assert torch.equal(chunk[kept].sign(), values[kept].sign())
-            assert chunk[kept].abs().unique().numel() <= 2
-            assert chunk.abs().sum() == pytest.approx(values[kept].abs().sum().item(), rel=1e-5)
-    elif name == "topk" and numel:
-        k = math.ceil(0.01 * numel)
-        assert torch.equal(decoded.abs().sort().values[-k:], source.float().double().abs().sort().values[-k:])
-        assert decoded.count_nonzero() == k
+        source = random(numel, dtype)
+        before = source.clone()
+        decoded = round_trip(get_codec(name), source, torch.float64)
+        assert torch.equal(source, before)
+        assert decoded.isfinite().all()
+        if name in BOUNDS and numel:
+            assert ((decoded - source.double()).abs() <= BOUNDS[name](source.double().abs(), source)).all()
+        elif name == "chunked_topk" and numel:
+            for chunk, values in zip(decoded.split(4096), source.double().split(4096), strict=True):
+                kept = chunk.nonzero().view(-1)
+                assert kept.numel() == min(64, chunk.numel())
+                assert values[kept].abs().min() >= values.abs().sort().values[-kept.numel()]
+                assert torch.equal(chunk[kept].sign(), values[kept].sign())
+                assert chunk[kept].abs().unique().numel() <= 2
+                assert chunk.abs().sum() == pytest.approx(values[kept].abs().sum().item(), rel=1e-5)
+        elif name == "topk" and numel:
+            k = math.ceil(0.01 * numel)
+            assert torch.equal(decoded.abs().sort().values[-k:], source.float().double().abs().sort().values[-k:])
+            assert decoded.count_nonzero() == k
 
 
 @pytest.mark.parametrize(
@@ -218,20 +211,15 @@ def test_not_finite_stays_not_finite(name: str, dtype: torch.dtype) -> None:
 
 
 @every_codec
-@every_dtype
-def test_zeros_stay_zeros(name: str, dtype: torch.dtype) -> None:
-    assert round_trip(get_codec(name), torch.zeros(2500, dtype=dtype)).count_nonzero() == 0
-
-
-@every_codec
-@pytest.mark.parametrize("moved", [1, 20, 63, 64, 65, 3000])
-def test_values_that_have_not_moved_stay(name: str, moved: int) -> None:
-    """But for int2, which has no level for them."""
-    source = torch.zeros(6000)
-    source[:moved] = random(moved)
-    decoded = round_trip(get_codec(name), source)
-    has_stayed = not decoded[moved:].any()
-    assert has_stayed or (name == "int2" and moved % 256)
+def test_zeros_and_values_that_have_not_moved_stay(name: str) -> None:
+    """But for int2, which has no level for the latter."""
+    for dtype in FLOATING:
+        assert round_trip(get_codec(name), torch.zeros(2500, dtype=dtype)).count_nonzero() == 0
+    for moved in (1, 20, 63, 64, 65, 3000):
+        source = torch.zeros(6000)
+        source[:moved] = random(moved)
+        has_stayed = not round_trip(get_codec(name), source)[moved:].any()
+        assert has_stayed or (name == "int2" and moved % 256)
 
 
 @every_codec
@@ -295,12 +283,10 @@ def test_none_carries_integers(dtype: torch.dtype) -> None:
     assert torch.equal(accumulator, source + 1)
 
 
-def test_only_none_is_lossless() -> None:
-    assert [name for name in NAMES if get_codec(name).lossless] == ["none"]
-
-
 @pytest.mark.parametrize("name", LOSSY)
 def test_integers_are_refused(name: str) -> None:
+    assert get_codec("none").lossless
+    assert not get_codec(name).lossless
     with pytest.raises(ValueError, match=f"compression='{name}'.*torch.int64.*'none'"):
         get_codec(name).wire_bytes(10, torch.int64)
 
@@ -330,13 +316,6 @@ def test_fp8_wire_is_scales_and_then_values_in_e4m3() -> None:
     assert wire[:8].view(torch.float32).tolist() == [2.0, 1.0]
     # The sign, 4 bits of exponent and 3 of mantissa; halves round to even, also below the smallest normal number.
     assert wire[8:].tolist() == [0b1_1111_110] * 1024 + [0b0_1111_110, 0b0_0111_000, 0b1_0011_000, 0, 0b0_0000_010]
-
-
-def test_fp8_keeps_small_values_better_than_int8_does() -> None:
-    source = random(4096)
-    source[::1024] *= 100  # as large values of a gradient are few
-    errors = {name: (round_trip(get_codec(name), source) - source).abs().median() for name in ("fp8", "int8")}
-    assert errors["fp8"] < errors["int8"] / 10
 
 
 def test_int8_wire_is_scales_and_then_values() -> None:
@@ -381,13 +360,10 @@ def test_topk_keeps_not_finite_values_first() -> None:
     assert decoded.nonzero().flatten().tolist() == [10, 500, 999]
 
 
-@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.01, math.nan, "0.1", None])
-def test_topk_refuses_a_ratio_outside_its_range(ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"ratio=.*\(0, 1\]"):
-        TopK(ratio=ratio)
-
-
-def test_topk_refuses_more_values_than_int32_counts() -> None:
+def test_topk_refuses_a_ratio_outside_its_range_and_more_values_than_int32_counts() -> None:
+    for ratio in (0.0, -0.1, 1.01, math.nan, "0.1", None):
+        with pytest.raises(ValueError, match=r"ratio=.*\(0, 1\]"):
+            TopK(ratio=ratio)  # type: ignore[arg-type]
     TopK().wire_bytes(2**31 - 1, torch.float32)
     with pytest.raises(ValueError, match="2147483648"):
         TopK().wire_bytes(2**31, torch.float32)
@@ -397,10 +373,7 @@ def test_get_codec() -> None:
     assert [get_codec(name).name for name in NAMES] == NAMES
     codec = TopK(ratio=0.5)
     assert get_codec(codec) is codec
-    with pytest.raises(
-        ValueError,
-        match="compression='zip'.*" + ", ".join(map(repr, NAMES)),
-    ):
+    with pytest.raises(ValueError, match="compression='zip'.*" + ", ".join(map(repr, NAMES))):
         get_codec("zip")
 
 
@@ -448,10 +421,9 @@ def test_feedback_is_not_poisoned(name: str, special: float) -> None:
     assert decoded.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "codec", [NoCompression(), BF16(), FP16(), Truncate16(), FP8(), Int8(), TopK(ratio=0.5)], ids=repr
-)
-def test_the_settings_of_a_codec_are_its_text(codec: Codec) -> None:
+def test_the_settings_of_a_codec_are_its_text() -> None:
     """Ranks compare their settings as text, in which an address in memory would differ."""
-    assert " at 0x" not in repr(codec)
-    assert repr(codec) == repr(type(codec)(ratio=0.5) if isinstance(codec, TopK) else type(codec)())
+    for name in NAMES:
+        assert " at 0x" not in repr(get_codec(name))
+        assert repr(get_codec(name)) == repr(type(get_codec(name))())
+    assert repr(TopK(ratio=0.5)) == repr(TopK(ratio=0.5)) != repr(TopK())

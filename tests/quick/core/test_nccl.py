@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 import torch._dynamo  # asks CUDA for its devices when it is first needed
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
@@ -25,8 +25,9 @@ from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups,
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.room import with_room, zeros_with_room
-from tests.quick.core.test_transport import DTYPES, LOSSY, SIZES, values
+from tests.references.collectives import DTYPES, LOSSY, SIZES, values
 from tests.streams.device import cuda
+from tests.support.case_table import launch_cases
 from tests.support.harness import on_ranks
 
 CPU = torch.device("cpu")
@@ -166,7 +167,7 @@ def exchange_with_room(sums_wide: bool) -> dict[str, bool]:
     with nccl_on_the_host():
         exchange = NcclExchange(dist.new_group(backend="gloo"), CPU, sums_wide)
         for codec_name, dtype in kinds:
-            for numel in (1, 2500, 9001):
+            for numel in (1, 2501):
                 flat = values(numel, dtype, dist.get_rank())
                 roomy = with_room_for(flat, dist.get_world_size())
                 expected = in_turns(exchange, flat, codec_name, spoils=False)
@@ -180,93 +181,6 @@ def test_what_is_in_the_room_changes_nothing(sums_wide: bool) -> None:
     """Neither a scale nor what top-k keeps; bit for bit as with padded copies."""
     for same in on_ranks(exchange_with_room, 3, sums_wide):
         assert all(same.values()), [name for name, equal in same.items() if not equal]
-
-
-#: Launches of a reduce-scatter and an all-gather of a bucket, collectives included: by Triton kernels, and by torch
-#: operations with shards of one size.
-LAUNCHES = {
-    ("none", torch.float32): (3, 3),
-    ("none", torch.bfloat16): (4, 7),
-    ("bf16", torch.float32): (6, 17),
-    ("fp16", torch.float32): (6, 17),
-    ("truncate16", torch.float32): (6, 17),
-    ("fp8", torch.float32): (6, 39),
-    ("int8", torch.float32): (6, 41),
-    ("int4", torch.float32): (6, 67),
-    ("topk", torch.float32): (11, 65),
-    ("chunked_topk", torch.float32): (6, 183),
-}
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operations that launch a kernel on a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += not func.is_view and "empty" not in func._schema.name
-        return func(*args, **(kwargs or {}))
-
-
-def launches(codec_name: str, dtype: torch.dtype, world_size: int, sums_wide: bool = False, missing: int = 0) -> int:
-    """Counts on the meta device, where what costs launches is done as on CUDA: for a bucket, on the last rank."""
-    numel = world_size * 4096 * 8 - missing
-    codec, flat = get_codec(codec_name), zeros_with_room(numel, world_size, dtype, torch.device("meta"))
-    feedback = None if codec.lossless else ErrorFeedback(flat, world_size)
-    group = MagicMock()
-    group.get_rank.return_value, group.get_world_size.return_value = world_size - 1, world_size
-    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
-        exchange = NcclExchange(MagicMock(), flat.device, sums_wide)
-        exchange.reduce_scatter(flat, codec, mean=True, feedback=feedback)
-        exchange.all_gather(flat, codec, feedback)
-    return counted.number + len(group.method_calls) - 2  # without the calls for the rank and for the number of ranks
-
-
-def test_16_bit_floats_in_a_ring_take_no_more_launches() -> None:
-    assert [launches("none", torch.bfloat16, ranks, sums_wide=True) for ranks in (8, 64)] == [5, 5], (
-        "a cast, a division, a copy"
-    )
-
-
-@pytest.mark.parametrize("sums_wide", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bucket_of_any_size_takes_no_more_launches(dtype: torch.dtype, sums_wide: bool) -> None:
-    of_a_multiple, of_any_size = (launches("none", dtype, 8, sums_wide, missing) for missing in (0, 3))
-    assert of_any_size == of_a_multiple
-
-
-@pytest.mark.parametrize("codec_name", LOSSY)
-def test_with_a_codec_each_half_zeroes_the_room(codec_name: str) -> None:
-    of_a_multiple, of_any_size = (launches(codec_name, torch.float32, 8, missing=missing) for missing in (0, 3))
-    assert of_any_size == of_a_multiple + 2
-
-
-def parts_at_once(world_size: int) -> int:
-    flat, group = torch.zeros(world_size * 4096 - 5, device="meta"), MagicMock()
-    group.get_rank.return_value, group.get_world_size.return_value = 0, world_size
-    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
-        NcclExchange(MagicMock(), flat.device).all_gather(flat, get_codec("none"), None, slice(0, 100))
-    return counted.number
-
-
-def test_the_parts_of_all_ranks_are_copied_at_once() -> None:
-    assert parts_at_once(8) == parts_at_once(64) <= 3
-
-
-def hosts_of_a_transport(name: str) -> list[bool]:
-    names = {"own": f"host {dist.get_rank()}", "one": "host"}
-    with patch("lightning_pipesync.core.comm.groups.socket.gethostname", lambda: names[name]):
-        transport = Transport(timeout_s=30)
-    shared = [transport._groups.share_a_host(ranks) for ranks in ([0, 1], [0])]
-    transport.close()
-    return shared
-
-
-@pytest.mark.parametrize(("name", "shared"), [("own", [False, False]), ("one", [True, False])])
-def test_ranks_know_which_of_them_share_a_host(name: str, shared: list[bool]) -> None:
-    assert on_ranks(hosts_of_a_transport, 2, name) == [shared] * 2
 
 
 @contextmanager
@@ -317,16 +231,6 @@ def test_an_nccl_without_a_configuration_has_no_limit() -> None:
     made.assert_called_once()
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_an_all_reduce_is_one_launch_and_a_division(ranks: int) -> None:
-    flat, group = torch.zeros(ranks * 4096, device="meta"), MagicMock()
-    group.get_world_size.return_value = ranks
-    with nccl_on_the_host(), patch("lightning_pipesync.core.comm.nccl.dist", group), Launches() as counted:
-        NcclExchange(MagicMock(), flat.device).all_reduce(flat, get_codec("none"), mean=True, feedback=None)
-    assert counted.number == 1
-    group.all_reduce.assert_called_once()
-
-
 def test_groups_are_made_with_nothing_in_flight_and_come_before_training() -> None:
     calls, device = MagicMock(), torch.device("cuda", 1)
     with (
@@ -340,28 +244,12 @@ def test_groups_are_made_with_nothing_in_flight_and_come_before_training() -> No
     calls.nccl.Options.assert_called_once_with(is_high_priority_stream=True)
 
 
-@pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)
-def test_the_number_of_ranks_does_not_change_the_number_of_launches(codec_name: str, dtype: torch.dtype) -> None:
-    _, by_torch = LAUNCHES[codec_name, dtype]
-    assert [launches(codec_name, dtype, ranks) for ranks in (8, 64)] == [by_torch] * 2
-
-
-@pytest.mark.parametrize(("codec_name", "dtype"), LAUNCHES)
-def test_kernels_take_few_launches(codec_name: str, dtype: torch.dtype) -> None:
-    """Also where the last shard is shorter."""
-    pytest.importorskip("triton")
-    from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards
-
-    counts = set()
-    with patch("lightning_pipesync.core.codecs.shards.runs_triton", lambda _: True):
-        for ranks in (8, 64):
-            for missing in (0, 5):
-                with patch.object(KernelShards, "_launch") as launch_kernel:
-                    others = launches(codec_name, dtype, ranks, missing=missing)
-                counts.add(others + launch_kernel.call_count)
-    by_kernels, _ = LAUNCHES[codec_name, dtype]
-    assert counts == {by_kernels}
-    assert by_kernels <= 12
+def hosts_of_a_transport(*names: str) -> list[bool]:
+    with patch("lightning_pipesync.core.comm.groups.socket.gethostname", lambda: names[dist.get_rank()]):
+        transport = Transport(timeout_s=30)
+    shared = [transport._groups.share_a_host(ranks) for ranks in ([0, 1], [0])]
+    transport.close()
+    return shared
 
 
 def average_in_background() -> list[float]:
@@ -372,11 +260,6 @@ def average_in_background() -> list[float]:
             result: list[float] = transport.all_reduce(torch.full([3], 1.0), background=True).wait().tolist()
         transport.close()
     return result
-
-
-def test_an_all_reduce_in_the_background_is_waited_for() -> None:
-    """It advances by itself: a thread that finishes it late would never do so."""
-    assert on_ranks(average_in_background, 2, timeout_s=40) == [[2.0] * 3] * 2
 
 
 def close_while_a_kernel_waits_for_a_lost_peer() -> None:
@@ -392,8 +275,16 @@ def close_while_a_kernel_waits_for_a_lost_peer() -> None:
         end.set()
 
 
-def test_closing_never_waits_for_a_lost_peers_kernel() -> None:
-    on_ranks(close_while_a_kernel_waits_for_a_lost_peer, 1, timeout_s=40)
+def test_a_transport_over_nccl() -> None:
+    """Ranks know which of them share a host; an all-reduce in the background, which advances by itself, is waited for;
+    closing never waits for a lost peer's kernel."""
+    hosts = {names: partial(hosts_of_a_transport, *names) for names in (("host 0", "host 1"), ("host", "host"))}
+    others = {"background": average_in_background, "close": close_while_a_kernel_waits_for_a_lost_peer}
+    outcomes = launch_cases({**hosts, **others}, 2)
+    assert outcomes["host 0", "host 1"] == [[False, False]] * 2
+    assert outcomes["host", "host"] == [[True, False]] * 2
+    assert outcomes["background"] == [[2.0] * 3] * 2
+    assert outcomes["close"] == [None] * 2
 
 
 @pytest.mark.parametrize("after_error", [True, False])

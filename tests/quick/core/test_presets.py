@@ -43,8 +43,7 @@ def test_the_docs_have_the_settings_of_each_preset() -> None:
     }
 
 
-@pytest.mark.parametrize("spelled", SPELLINGS)
-@pytest.mark.parametrize("name", [*METHODS, *PRESETS])
+@pytest.mark.parametrize(("name", "spelled"), [(name, SPELLINGS[i % 3]) for i, name in enumerate([*METHODS, *PRESETS])])
 def test_frameworks_know_a_name(name: str, spelled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each framework checks the settings of a plain loop or of a Trainer itself."""
     method = PRESETS[name].method if name in PRESETS else name
@@ -76,18 +75,15 @@ def test_the_users_settings_override_a_presets(monkeypatch: pytest.MonkeyPatch) 
     assert plugin.config == PipeSyncPlugin("diloco", period=30).config == config_of("diloco:period=30") == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "label"),
-    [
+def test_benchmarks_know_presets() -> None:
+    for text, label in (
         ("local-sgd", "local_sgd"),
         ("diloco", "local_sgd (diloco)"),
         ("Streaming-DiLoCo:period=50", "local_sgd (Streaming-DiLoCo, period=50)"),
-    ],
-)
-def test_benchmarks_know_presets(text: str, label: str) -> None:
-    [make] = method_candidates(text, (), ())
-    declared = make.keywords["declared"]  # type: ignore[attr-defined]
-    assert (declared.name, declared.config) == (label, config_of(text))
+    ):
+        [make] = method_candidates(text, (), ())
+        declared = make.keywords["declared"]  # type: ignore[attr-defined]
+        assert (declared.name, declared.config) == (label, config_of(text))
 
 
 @pytest.mark.parametrize(
