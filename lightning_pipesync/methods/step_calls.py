@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import deprecated
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import ShardedOptimizers
@@ -154,16 +153,6 @@ class StepCalls(FrameworkHooks, Method):
             update = None
         with self.record.stepping(index):
             return self._step(index, update)
-
-    @deprecated("Call reduce(optimizer) in place of after_backward(optimizer).", category=FutureWarning)
-    def after_backward(self, optimizer: Optimizer | None = None) -> None:
-        """Former name of :meth:`reduce`."""
-        self.reduce(optimizer)
-
-    @deprecated("Call reduce(optimizer, scaler) in place of unscale(scaler, optimizer).", category=FutureWarning)
-    def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
-        """Former name of :meth:`reduce` with a loss scaler."""
-        self.reduce(optimizer, scaler)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

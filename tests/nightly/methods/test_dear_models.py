@@ -1,26 +1,28 @@
-"""DeAR on models and in loops that are not plain, against gradients that are averaged one by one."""
+"""DeAR with models, optimizers and loops of all kinds: bit for bit those of averaged gradients, on any schedule."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipesync.methods.dear import DeAR
-from tests.support.harness import assert_raised, assert_refused, on_ranks, raised
-from tests.support.models import Averaged, assert_same, batch, loss, state
+from lightning_pipesync.methods.dear import DeAR, eager
+from tests.quick.methods.test_dear import Schedule, every_bucket_at_once, in_pieces, late_and_in_reverse
+from tests.support.case_table import launch_cases
+from tests.support.harness import assert_raised, assert_refused, raised
+from tests.support.method_runs import SMALL, Backwards
+from tests.support.models import Averaged, Run, assert_same, batch, loss, state
 
-STEPS = 8
-SMALL = {"bucket_mb": 1e-4}  # some 26 values: many buckets
+STEPS = 10
 
 
 class Tied(nn.Module):
@@ -54,21 +56,6 @@ class Twice(nn.Module):
         return self.head(torch.tanh(x))
 
 
-class Backwards(nn.Module):
-    """Registered in another order than executed, with a parameter of the root, and one that is used as a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
-        self.head, self.second, self.first = nn.Linear(6, 3), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.only_weight = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(torch.tanh(self.first(x * self.scale)))
-        x = nn.functional.linear(torch.tanh(x), self.only_weight.weight, self.only_weight.bias)
-        return self.head(torch.tanh(x))
-
-
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -94,23 +81,12 @@ class Compiled(nn.Module):
         return self.head(torch.tanh(self.compiled(torch.tanh(self.first(x)))))
 
 
-class Normed(nn.Module):
-    """Its hooks compute the weight from other parameters before each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.utils.weight_norm(nn.Linear(6, 6))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x)))
+def normed() -> nn.Module:
+    """Its hooks compute a weight from other parameters before each forward pass."""
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 3))
 
 
 def gan() -> nn.Module:
-    return nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": nn.Linear(6, 1)})
-
-
-def deeper_gan() -> nn.Module:
     discriminator = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
     return nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": discriminator})
 
@@ -126,15 +102,17 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=0.01)
 
 
-def in_groups(model: nn.Module) -> Optimizer:
-    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    biases = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return SGD([{"params": weights, "weight_decay": 0.1, "momentum": 0.9}, {"params": biases, "lr": 0.5}], lr=0.1)
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
 
 
-def for_each_part(model: nn.Module) -> list[Optimizer]:
+def for_each_part(model: nn.Module, momentum: float = 0.9) -> list[Optimizer]:
     parts = [part for part in model.children() if list(part.parameters())]
-    return [SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+    return [SGD(part.parameters(), lr=0.1, momentum=momentum) for part in parts]
+
+
+def sgd_for_each_part(model: nn.Module) -> list[Optimizer]:
+    return for_each_part(model, momentum=0)
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------
@@ -144,26 +122,34 @@ def backward(model: nn.Module, step: int) -> None:
     loss(model, step, dist.get_rank()).backward()
 
 
-def plainly(model: nn.Module, sync: Any) -> None:
-    for step in range(STEPS):
-        model.zero_grad()
-        backward(model, step)
-        sync.step()
+def plainly(model: nn.Module, sync: Any, before: str = "") -> None:
+    """Trains; ``before``, a gradient was averaged and not applied, or other weights were trained, or nothing was."""
+
+    def steps(numbers: range) -> None:
+        for number in numbers:
+            model.zero_grad()
+            backward(model, number)
+            for optimizer in sync.optimizers:
+                sync.step(optimizer=optimizer)
+
+    initial = state(model)
+    if before == "skipped":
+        backward(model, 99)
+        for optimizer in sync.optimizers:
+            sync.clip_value(0.1, optimizer)
+    if before == "loaded":
+        steps(range(20, 26))
+        sync.synchronize()
+        model.load_state_dict(initial)
+    steps(range(STEPS))
 
 
-def accumulate(model: nn.Module, sync: Any) -> None:
+def in_two_passes(model: nn.Module, sync: Any, synchronized: bool) -> None:
+    """DeAR notices a second pass that comes after reduce-scatters and early all-gathers."""
     for step in range(STEPS):
         model.zero_grad()
-        with sync.no_sync():
+        with nullcontext() if synchronized else sync.no_sync():
             backward(model, 2 * step)
-        backward(model, 2 * step + 1)
-        sync.step()
-
-
-def two_passes(model: nn.Module, sync: Any) -> None:
-    for step in range(STEPS):
-        model.zero_grad()
-        backward(model, 2 * step)
         backward(model, 2 * step + 1)
         sync.step()
 
@@ -176,17 +162,6 @@ def clipped(model: nn.Module, sync: Any) -> None:
         sync.step()
 
 
-def scheduled(model: nn.Module, sync: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Detected call of")  # before the optimizer's step
-        scheduler = StepLR(sync.optimizers[0], step_size=2, gamma=0.5)
-        for step in range(STEPS):
-            model.zero_grad()
-            backward(model, step)
-            sync.step()
-            scheduler.step()
-
-
 def thawing(model: nn.Module, sync: Any) -> None:
     for step in range(STEPS):
         model.get_submodule("first").requires_grad_(step >= 4)
@@ -195,211 +170,174 @@ def thawing(model: nn.Module, sync: Any) -> None:
         sync.step()
 
 
-def in_turns(model: nn.Module, sync: Any) -> None:
-    """As in a GAN: the generator's loss also gives the discriminator gradients, which are thrown away."""
-    for step in range(STEPS):
-        x, _ = batch(step, dist.get_rank())
-        for optimizer, sign in zip(sync.optimizers, (1, -1), strict=True):
-            model.zero_grad()
-            faked = model.get_submodule("generator")(x)
-            if sign < 0:
-                faked = faked.detach()
-            (sign * model.get_submodule("discriminator")(faked)).mean().backward()
-            sync.step(optimizer=optimizer)
-
-
-def in_turns_apart(model: nn.Module, sync: Any) -> None:
-    """As :func:`in_turns`, without the gradients that are thrown away."""
+def in_turns(model: nn.Module, sync: Any, apart: bool = False) -> None:
+    """As in a GAN: the generator's loss also gives the discriminator gradients, which are thrown away, or not made."""
     for step in range(STEPS):
         x, _ = batch(step, dist.get_rank())
         parts = [model.get_submodule(name) for name in ("generator", "discriminator")]
         for optimizer, trained, sign in zip(sync.optimizers, parts, (1, -1), strict=True):
             model.zero_grad()
-            (sign * parts[1](parts[0](x))).mean().backward(inputs=list(trained.parameters()))
+            faked = parts[0](x) if apart or sign > 0 else parts[0](x).detach()
+            (sign * parts[1](faked)).mean().backward(inputs=list(trained.parameters()) if apart else None)
             sync.step(optimizer=optimizer)
 
 
-def scaled(model: nn.Module, sync: Any) -> None:
+def skipping(model: nn.Module, sync: Any) -> None:
     """What a loss scaler sees is the sum that is to be divided, also in the first step and with an unused layer."""
-    scaler = GradScaler("cpu", init_scale=1024)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     for step in range(STEPS):
         model.zero_grad()
-        scaler.scale(loss(model, step, dist.get_rank())).backward()
+        factor = torch.inf if step in (5, 6) and dist.get_rank() == 1 else 1.0
+        scaler.scale(loss(model, step, dist.get_rank()) * factor).backward()
         sync.reduce(scaler=scaler)
         sync.step(lambda: scaler.step(sync.optimizers[0]))
         scaler.update()
-
-
-def one_pass_for_two(model: nn.Module, sync: Any) -> None:
-    """One optimizer's weights are on their way while the other's gradient is clipped."""
-    for step in range(STEPS):
-        model.zero_grad()
-        backward(model, step)
-        for optimizer in sync.optimizers:
-            sync.clip(0.05, optimizer)
-            sync.step(optimizer=optimizer)
+    assert scaler.get_scale() < 2.0**12, "two steps were skipped"
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 #: The model, its optimizers and the loop.
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], Callable[[nn.Module, Any], None]]] = {
+Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], Callable[[nn.Module, Any], None]]
+
+CASES: dict[str, Case] = {
+    "plain": (mlp, adamw, plainly),
     "tied": (Tied, adamw, plainly),
     "twice": (Twice, adamw, plainly),
     "backwards": (Backwards, adamw, plainly),
     "checkpointed": (lambda: Checkpointed(False), adamw, plainly),
     "reentrant": (lambda: Checkpointed(True), adamw, plainly),
     "compiled": (Compiled, adamw, plainly),
-    "normed": (Normed, adamw, plainly),
-    "accumulation": (Backwards, adamw, accumulate),
-    "two passes": (Backwards, adamw, two_passes),
-    "two passes, ranks that use other layers": (Twice, adamw, two_passes),
+    "normed": (normed, adamw, plainly),
+    "accumulation": (Backwards, adamw, partial(in_two_passes, synchronized=False)),
+    "two passes": (Backwards, adamw, partial(in_two_passes, synchronized=True)),
+    "two passes, ranks that use other layers": (Twice, adamw, partial(in_two_passes, synchronized=True)),
     "clipping": (Backwards, adamw, clipped),
-    "groups and a schedule": (Backwards, in_groups, scheduled),
     "thawing": (Backwards, adamw, thawing),
     "two optimizers in turns": (gan, for_each_part, in_turns),
-    "unscaling": (Twice, lambda model: SGD(model.parameters(), lr=0.1), scaled),
-    "one pass for two optimizers": (mlp, for_each_part, one_pass_for_two),
+    "skipped steps": (Twice, sgd, skipping),
 }
+EAGER = ("plain", "twice", "accumulation", "two passes", "skipped steps", "clipping")
+SCHEDULES = (every_bucket_at_once, late_and_in_reverse, in_pieces)
 
 
-#: Whose gradients are thrown away in between.
-APART = {"in turns": in_turns, "apart": in_turns_apart}
-
-
-def train(method: Callable[..., Any], case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    build, optimizer_of, loop = CASES[case]
+def train(
+    method: Callable[..., Any], case: str, settings: dict[str, Any], schedule: Schedule | None = None
+) -> tuple[dict[str, Tensor], float]:
+    """Returns the weights, and the number of early all-gathers of a step."""
+    build, optimizer_of, loop = CASES[case] if case in CASES else LIKE[case][0]
     torch.manual_seed(0)
     model = build()
     sync = method(model, optimizer_of(model), **settings)
-    loop(model, sync)
-    sync.flush()
+    try:
+        with patch.object(eager, "choose_early_gathers", schedule) if schedule else nullcontext():
+            loop(model, sync)
+            sync.flush()
+    except Exception:
+        sync.detach(timeout_s=1.0)
+        raise
+    early = 0.0 if method is Averaged else sync.metrics()["early_gathers"]
     sync.detach()
-    return state(model)
+    return state(model), early
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_is_training_with_averaged_gradients(case: str) -> None:
-    """Bit for bit, unless it clips by a norm, which is summed in another order."""
-    clips = "clipping" in case or "one pass" in case
-    world_size = 3 if clips else 2
-    [expected, *_] = on_ranks(train, world_size, Averaged, case, {})
-    for update in ("sharded", "replicated"):
-        outcomes = on_ranks(train, world_size, DeAR, case, {**SMALL, "update": update})
-        for outcome in outcomes:
-            assert_same(outcome, expected, update, exact=not clips)
-            assert_same(outcome, outcomes[0], update)
+def assert_averaged(cases: list[str], variants: dict[str, dict[str, Any]], least_early: float) -> None:
+    """Asserts that DeAR trains each case in each variant as averaged gradients do, and that ranks stay together."""
+    rows: dict[Any, Any] = {case: partial(train, Averaged, case, {}) for case in cases}
+    for name, arguments in variants.items():
+        rows |= {(case, name): partial(train, DeAR, case, **arguments) for case in cases}
+    outcomes = launch_cases(rows, 2)
+    for case in cases:
+        expected = outcomes[case][0][0]
+        assert all(value.isfinite().all() for value in expected.values())
+        for name in variants:
+            for weights, early in outcomes[case, name]:
+                assert early >= least_early, (case, name)
+                assert_same(weights, expected, (case, name), exact=case != "clipping")
+                assert_same(weights, outcomes[case, name][0][0], (case, name))
 
 
-def train_gan(loop: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = deeper_gan()
-    sync = DeAR(model, for_each_part(model), **SMALL, **settings)
-    APART[loop](model, sync)
-    sync.flush()
-    sync.detach()
-    return state(model)
+def test_is_training_with_averaged_gradients() -> None:
+    """But for rounding where it clips by a norm, which is summed in another order."""
+    variants = {update: {"settings": {**SMALL, "update": update}} for update in ("sharded", "replicated")}
+    assert_averaged(list(CASES), variants, least_early=0)
 
 
-@pytest.mark.parametrize("settings", [{"compression": "topk"}, {"compression": "int2"}, {"low_rank": 1}, {}], ids=str)
-def test_nothing_remains_of_gradients_that_are_thrown_away(settings: dict[str, Any]) -> None:
-    """Neither in residuals nor in factors."""
-    thrown_away, apart = (on_ranks(train_gan, 2, loop, settings) for loop in APART)
-    for outcome in thrown_away:
-        assert_same(outcome, apart[0])
+def test_any_schedule_is_training_with_averaged_gradients() -> None:
+    """Also of steps that are skipped or begun anew, which drop what was gathered early."""
+    replicated = {"update": "replicated", "fusion": "none"}
+    variants = {one.__name__: {"settings": replicated, "schedule": one} for one in SCHEDULES}
+    assert_averaged(list(EAGER), variants, least_early=3)
 
 
-RESIDUALS = [{"compression": "topk"}, {"compression": "topk", "update": "replicated"}, {"compression": "int8"}]
+# --- what is given up, or refused -------------------------------------------------------------------------------------
+
+#: Further cases, whose weights are those of another one, with what a codec or factors leave to the next step.
+LIKE: dict[str, tuple[Case, str, list[dict[str, Any]]]] = {
+    "in turns apart": (
+        (gan, for_each_part, partial(in_turns, apart=True)),
+        "two optimizers in turns",
+        [{"compression": "topk"}, {"compression": "int2"}, {"low_rank": 1}],
+    ),
+    **{
+        f"{before} {optimizers_of.__name__}": (
+            (mlp, optimizers_of, partial(plainly, before=before)),
+            f" {optimizers_of.__name__}",
+            [{"compression": "topk"}, {"compression": "topk", "update": "replicated"}, {"compression": "int8"}],
+        )
+        for optimizers_of in (sgd, sgd_for_each_part)
+        for before in ("", "skipped", "loaded")
+    },
+}
 
 
-def train_on(what: str, optimizers_of: Callable[[nn.Module], Any], settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Trains; before, a gradient was averaged and not applied, or was added to, or other weights were trained."""
-    torch.manual_seed(0)
-    model = mlp()
-    optimizers = optimizers_of(model)
-    sync = DeAR(model, optimizers, **SMALL, **settings)
-    initial = state(model)
-
-    def clip() -> None:
-        for optimizer in sync.optimizers:
-            sync.clip_value(0.1, optimizer)
-
-    def step(number: int) -> None:
-        model.zero_grad()
-        backward(model, number)
-        for optimizer in sync.optimizers:
-            sync.step(optimizer=optimizer)
-
-    if what == "skipped":
-        backward(model, 99)
-        clip()
-    if what == "loaded":
-        for number in range(20, 26):
-            step(number)
-        sync.synchronize()
-        model.load_state_dict(initial)
-    for number in range(STEPS):
-        step(number)
-    sync.flush()
-    sync.detach()
-    return state(model)
+def test_nothing_remains_of_what_is_given_up() -> None:
+    """Of gradients that are thrown away, or replaced, or of other weights: neither in residuals nor in factors."""
+    rows = [(case, i) for case, (_, _, of_case) in LIKE.items() for i in range(len(of_case))]
+    rows += [("two optimizers in turns", i) for i in range(3)]
+    settings = {**{case: of_case for case, (_, _, of_case) in LIKE.items()}}
+    settings["two optimizers in turns"] = settings["in turns apart"]
+    trained = {(case, i): partial(train, DeAR, case, {**SMALL, **settings[case][i]}) for case, i in rows}
+    outcomes = launch_cases(trained, 2)
+    for case, (_, like, of_case) in LIKE.items():
+        for i in range(len(of_case)):
+            for weights, _ in outcomes[case, i]:
+                assert_same(weights, outcomes[like, i][0][0], (case, of_case[i]))
 
 
-def sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1)
-
-
-def sgd_for_each_part(model: nn.Module) -> list[Optimizer]:
-    return [SGD(part.parameters(), lr=0.1) for part in model.children() if list(part.parameters())]
-
-
-@pytest.mark.parametrize("settings", RESIDUALS, ids=str)
-@pytest.mark.parametrize("optimizers_of", [sgd, sgd_for_each_part])
-@pytest.mark.parametrize("what", ["skipped", "loaded"])
-def test_nothing_remains_of_what_is_given_up(what: str, optimizers_of: Any, settings: dict[str, Any]) -> None:
-    given_up, anew = (on_ranks(train_on, 2, one, optimizers_of, settings) for one in (what, ""))
-    for outcome in given_up:
-        assert_same(outcome, anew[0])
+#: Settings, and what is said of a second pass whose gradient would be added to an error that was made.
+TWICE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"compression": "topk"}, ("compression='topk' with error_feedback=True has encoded this",)),
+    ({"compression": "topk", "error_feedback": False}, ()),
+    ({"low_rank": 2, "fusion": "buffer"}, ("low_rank=2", "no_sync()")),
+]
 
 
 def pass_twice(settings: dict[str, Any]) -> tuple[str, str] | None:
-    model = mlp()
-    sync = DeAR(model, sgd(model), **SMALL, **settings)
-
-    def step(number: int) -> None:
-        backward(model, number)
-        backward(model, number)
-        sync.step()
-
-    outcome = raised(lambda: [step(number) for number in range(3)])
-    sync.detach(timeout_s=1.0)
-    return outcome
-
-
-@pytest.mark.parametrize("error_feedback", [True, False])
-def test_a_second_pass_is_refused_where_it_would_be_added_to_an_error(error_feedback: bool) -> None:
-    for outcome in on_ranks(pass_twice, 2, {"compression": "topk", "error_feedback": error_feedback}):
-        if error_feedback:
-            assert_raised(outcome, "RuntimeError", "compression='topk' with error_feedback=True has encoded this")
-        else:
-            assert outcome is None
+    return raised(partial(train, DeAR, "two passes", {**SMALL, **settings}))
 
 
 def flush_with_own_rate(update: str) -> tuple[str, str] | None:
-    model = mlp()
-    optimizer = sgd(model)
-    sync = DeAR(model, optimizer, **SMALL, update=update)
+    run = Run(DeAR, sgd, **SMALL, update=update)
     for number in range(3):
-        model.zero_grad()
-        backward(model, number)
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number * dist.get_rank())  # as by a metric of each rank's own
-        sync.step()
-    outcome = raised(sync.flush)
-    sync.detach(timeout_s=1.0)
+        run.backward(number)
+        run.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number * dist.get_rank())  # as by a rank's own metric
+        run.sync.step()
+    outcome = raised(run.sync.flush)
+    run.sync.detach(timeout_s=1.0)
     return outcome
 
 
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-def test_a_learning_rate_of_a_ranks_own_is_named(update: str) -> None:
-    for outcome in on_ranks(flush_with_own_rate, 2, update):
-        assert_refused({"lr of group 0 of SGD: rank 0 has 0.1, rank 1 has": outcome, "sync_dist=True": outcome})
+def test_what_would_be_wrong_is_refused() -> None:
+    """A second pass that would be added to an error, and a learning rate of a rank's own."""
+    cases: dict[Any, Any] = {i: partial(pass_twice, settings) for i, (settings, _) in enumerate(TWICE)}
+    updates = ("sharded", "replicated")
+    outcomes = launch_cases({**cases, **{one: partial(flush_with_own_rate, one) for one in updates}}, 2)
+    for i, (settings, words) in enumerate(TWICE):
+        for outcome in outcomes[i]:
+            assert (outcome is None) == (not words), settings
+            if words:
+                assert_raised(outcome, "RuntimeError", *words)
+    for update in updates:
+        for outcome in outcomes[update]:
+            assert_refused({"lr of group 0 of SGD: rank 0 has 0.1, rank 1 has": outcome, "sync_dist=True": outcome})

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_pipesync import DeAR
-from tests.support.harness import assert_raised, on_ranks, raised
-from tests.support.models import OPTIMIZERS, Run, assert_same, average_gradients, loss, seeded_mlp, state, train_ddp
+from tests.support.case_table import Outcomes, launch_cases
+from tests.support.harness import assert_raised, raised
+from tests.support.method_runs import SMALL
+from tests.support.models import OPTIMIZERS, Averaged, Run, assert_same, loss, seeded_mlp, state, train_ddp
 
 Write = Callable[[nn.Module], object]
-WRITTEN = "was written to after the backward pass"
 
 
 def clip(model: nn.Module) -> object:
@@ -32,9 +32,13 @@ def write_none(model: nn.Module) -> None:
     model.zero_grad()
 
 
+def read(model: nn.Module) -> object:
+    return [float(parameter.grad.norm()) for parameter in model.parameters()]
+
+
 def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) -> tuple[Any, Any]:
     """Returns the error of a step before which something is written, and the state of the model."""
-    run = Run(DeAR, bucket_mb=1e-4, timeout_s=10)
+    run = Run(DeAR, **SMALL, timeout_s=60)
     model, sync = run.model, run.sync
 
     def step() -> None:
@@ -43,7 +47,7 @@ def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) ->
 
     run.steps(range(4))
     run.backward(4)
-    if after == "after_backward":
+    if after == "reduce":
         sync.reduce()
     elif after == "clip":
         sync.clip(1e9)
@@ -59,30 +63,15 @@ def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) ->
     return error, state(model)
 
 
-@pytest.mark.parametrize(
-    ("write", "after"), [(clip, ""), (clip, "after_backward"), (clip, "clip"), (None, "no_sync"), (None, "anew")]
-)
-def test_a_written_gradient_is_refused(write: Write | None, after: str) -> None:
-    for error, _ in on_ranks(train, 2, write, after):
-        assert_raised(error, "RuntimeError", f"{WRITTEN}, or by a further one under no_sync()")
-
-
-@pytest.mark.parametrize(("write", "writer"), [(write_anew, 1), (write_none, 0)])
-def test_a_rank_that_alone_writes_is_named(write: Write, writer: int) -> None:
-    errors = [error for error, _ in on_ranks(train, 2, write, "", (writer,))]
-    assert_raised(errors[writer], "RuntimeError", WRITTEN)
-    assert_raised(errors[1 - writer], "RuntimeError", f"Rank {writer} ")
-
-
-def take_turns() -> dict[str, Any]:
+def take_turns(method: Callable[..., Any]) -> dict[str, Any]:
     """Each of two optimizers discards what the other's loss has left in its gradients, and zeroes its own."""
     model = seeded_mlp()
     first, second = OPTIMIZERS["sgd"](model[0]), OPTIMIZERS["sgd"](model[2])
-    sync = DeAR(model, [first, second], bucket_mb=1e-4, timeout_s=10)
+    sync = method(model, [first, second])
 
-    def update(optimizer: Optimizer) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+    def update(own: torch.optim.Optimizer) -> None:
+        own.step()
+        own.zero_grad()
 
     for step in range(4):
         for own, other in ((first, second), (second, first)):
@@ -96,61 +85,38 @@ def take_turns() -> dict[str, Any]:
     return state(model)
 
 
-def take_turns_plainly() -> dict[str, Any]:
-    model = seeded_mlp()
-    first, second = OPTIMIZERS["sgd"](model[0]), OPTIMIZERS["sgd"](model[2])
-    for step in range(4):
-        for own in (first, second):
-            model.zero_grad()
-            loss(model, step, dist.get_rank()).backward()
-            average_gradients(model)
-            own.step()
-    return state(model)
+WRITTEN = [(clip, ""), (clip, "reduce"), (clip, "clip"), (None, "no_sync"), (None, "anew")]
+WRITERS = [(write_anew, 1), (write_none, 0)]
+DEAR = partial(DeAR, **SMALL, timeout_s=60)
 
 
-def both_turns() -> tuple[dict[str, Any], dict[str, Any]]:
-    return take_turns(), take_turns_plainly()
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    cases: dict[Any, Any] = {row: partial(train, *row) for row in WRITTEN}
+    cases |= {row: partial(train, row[0], "", (row[1],)) for row in WRITERS}
+    cases |= {"ddp": partial(train_ddp, "sgd", 5), "read": partial(train, read)}
+    return launch_cases({**cases, "turns": partial(take_turns, DEAR), "plain turns": partial(take_turns, Averaged)}, 2)
 
 
-def test_what_is_not_applied_may_be_discarded() -> None:
-    for actual, expected in on_ranks(both_turns, 2):
-        assert_same(actual, expected)
+@pytest.mark.parametrize("row", WRITTEN)
+def test_a_written_gradient_is_refused(row: Any, outcomes: Outcomes) -> None:
+    for error, _ in outcomes[row]:
+        assert_raised(error, "RuntimeError", "was written to after the backward pass", "no_sync()")
 
 
-def scale_own() -> dict[str, Any]:
-    """A hook on the parameter scales this rank's gradient, before it is sent."""
-    run = Run(DeAR, bucket_mb=1e-4)
-    for parameter in run.model.parameters():
-        parameter.register_hook(lambda gradient: gradient * 2.0)
-    for step in range(5):
-        run.optimizer.zero_grad()
-        (loss(run.model, step, dist.get_rank()) / 2.0).backward()
-        run.sync.step()
-    return run.end()
+@pytest.mark.parametrize("row", WRITERS)
+def test_a_rank_that_alone_writes_is_named(row: Any, outcomes: Outcomes) -> None:
+    errors, writer = [error for error, _ in outcomes[row]], row[1]
+    assert_raised(errors[writer], "RuntimeError", "was written to after the backward pass")
+    assert_raised(errors[1 - writer], "RuntimeError", f"Rank {writer} ")
 
 
-def share_memory() -> dict[str, Any]:
-    """All gradients are views of one buffer, as some libraries have them, so that a write to one counts for all."""
-    run = Run(DeAR, bucket_mb=1e-4)
-    parameters = list(run.model.parameters())
-    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
-    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = part.view(parameter.shape).detach()
-    for step in range(5):
-        run.optimizer.zero_grad(set_to_none=False)
-        loss(run.model, step, dist.get_rank()).backward()
-        run.sync.step()
-    return run.end()
+def test_what_is_not_applied_may_be_discarded(outcomes: Outcomes) -> None:
+    for weights in outcomes["turns"]:
+        assert_same(weights, outcomes["plain turns"][0])
 
 
-def read() -> dict[str, Any]:
-    error, weights = train(lambda model: [float(parameter.grad.norm()) for parameter in model.parameters()])
-    assert error is None
-    return weights
-
-
-@pytest.mark.parametrize("trained", [read, scale_own, share_memory])
-def test_a_gradient_may_be_read_changed_by_hooks_and_share_memory(trained: Callable[[], dict[str, Any]]) -> None:
-    expected = on_ranks(train_ddp, 2, "sgd", 5)[0]
-    for weights in on_ranks(trained, 2):
-        assert_same(weights, expected)
+def test_a_gradient_may_be_read(outcomes: Outcomes) -> None:
+    for error, weights in outcomes["read"]:
+        assert error is None
+        assert_same(weights, outcomes["ddp"][0])

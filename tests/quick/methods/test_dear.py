@@ -1,27 +1,29 @@
-"""DeAR on real processes against DistributedDataParallel."""
+"""DeAR on real processes is DistributedDataParallel, whatever its buckets, updates and schedule; what overlaps what."""
 
 from __future__ import annotations
 
-import copy
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.core.comm.handle import Handle
-from lightning_pipesync.core.storage import unshare_storage
-from lightning_pipesync.methods.dear import DeAR
+from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers
+from lightning_pipesync.methods.dear import DeAR, eager
+from tests.support.case_table import launch_cases
 from tests.support.harness import assert_refused, on_ranks, raised
 from tests.support.lost_ranks import wait_for
-from tests.support.models import OPTIMIZERS, Run, assert_same, batch, loss, seeded_mlp, state, train_ddp
+from tests.support.models import OPTIMIZERS, Averaged, Run, assert_same, batch, seeded_mlp, train_ddp
 
 STEPS = 12
+UPDATES = ({"update": "sharded"}, {"update": "replicated"})
 
 
 def train(optimizer_name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -32,131 +34,122 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     return run.end()
 
 
-@cache
-def trained_with_ddp(world_size: int, optimizer: str) -> dict[str, Tensor]:
-    return on_ranks(train_ddp, world_size, optimizer, STEPS)[0]
-
-
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize(
-    ("optimizer", "world_size", "fusion"),
-    [
-        *product(["sgd", "adamw"], [2, 4], [{}]),
-        *product(["sgd"], [1, 3], [{}]),
-        *product(["adamw"], [2], [{"bucket_mb": 1e-4}, {"fusion": "none"}, {"fusion": "layers", "num_layers": 1}]),
+#: By number of ranks: optimizers and settings; DDP divides before the sum, DeAR after it, which is exact for 1 and 2.
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    1: [("sgd", update) for update in UPDATES],
+    2: [
+        *product(OPTIMIZERS, UPDATES),
+        *(
+            ("adamw", {**update, **changed})
+            for update in UPDATES
+            for changed in (
+                {"bucket_mb": 1e-4},
+                {"fusion": "none", "overlap": "forward"},
+                {"fusion": "layers", "num_layers": 1, "overlap": "none"},
+            )
+        ),
     ],
-)
-def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update: str) -> None:
-    """Bit for bit where dividing by the number of ranks is exact; DDP does it before the sum, DeAR after it."""
-    expected = trained_with_ddp(world_size, optimizer)
-    outcomes = on_ranks(train, world_size, optimizer, {"update": update, **fusion})
-    for outcome in outcomes:
-        assert_same(outcome, expected, exact=world_size in (1, 2))
-        assert_same(outcome, outcomes[0])
+    3: [("sgd", {**update, "fusion": "none"}) for update in UPDATES],
+    4: [("sgd", {**update, "fusion": "none"}) for update in UPDATES],
+}
 
 
-def train_row_by_row(settings: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Trains on one sample at a time, with DeAR or, without settings, with DDP."""
+@pytest.mark.parametrize("world_size", CASES)
+def test_is_ddp(world_size: int) -> None:
+    cases: dict[Any, Any] = {name: partial(train_ddp, name, STEPS) for name in OPTIMIZERS}
+    cases |= {f"{name}, {settings}": partial(train, name, settings) for name, settings in CASES[world_size]}
+    outcomes = launch_cases(cases, world_size)
+    for case in list(cases)[len(OPTIMIZERS) :]:
+        expected = outcomes[case.partition(",")[0]][0]
+        for outcome in outcomes[case]:
+            assert_same(outcome, expected, case, exact=world_size in (1, 2))
+            assert_same(outcome, outcomes[case][0], case)
+
+
+def train_row_by_row(method: Callable[..., Any]) -> dict[str, Tensor]:
+    """Trains on one sample at a time."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 27), nn.Tanh(), nn.Linear(27, 9), nn.Tanh(), nn.Linear(9, 3))
-    optimizer = OPTIMIZERS["sgd"](model)
-    trained = DistributedDataParallel(model) if settings is None else model
-    sync = None if settings is None else DeAR(model, optimizer, **settings)
+    wide = nn.Sequential(nn.Linear(6, 27), nn.Tanh(), nn.Linear(27, 9), nn.Tanh(), nn.Linear(9, 3))
+    run = Run(method, "sgd", wide)
     for i in range(STEPS):
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
         x, y = batch(i, dist.get_rank(), size=1)
-        nn.functional.cross_entropy(trained(x), y).backward()
-        (sync or optimizer).step()
-    if sync is not None:
-        sync.flush()
-        sync.detach()
-    return state(model)
+        nn.functional.cross_entropy(wide(x), y).backward()
+        run.sync.step()
+    return run.end()
 
 
 def test_is_ddp_where_memory_decides_how_products_round() -> None:
     """Products with a single row round by the address of the weights on some processors, which are views of buffers."""
-    expected = on_ranks(train_row_by_row, 2, None)[0]
-    for outcome in on_ranks(train_row_by_row, 2, {"fusion": "buffer"}):
-        assert_same(outcome, expected)
+    methods = {"averaged": Averaged, "dear": partial(DeAR, fusion="buffer")}
+    outcomes = launch_cases({name: partial(train_row_by_row, method) for name, method in methods.items()}, 2)
+    for outcome in outcomes["dear"]:
+        assert_same(outcome, outcomes["averaged"][0])
 
 
-def train_in_turn(optimizer_name: str, methods: tuple[str, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Trains half of the steps with each method; DDP continues from what is saved, and DeAR in what DDP has trained."""
-    saved: tuple[dict[str, Tensor], dict[str, Any]] | None = None
-    for half, method in enumerate(methods):
-        if method == "ddp" or saved is None:
-            model = seeded_mlp()
-            optimizer = OPTIMIZERS[optimizer_name](model)
-        if method == "ddp" and saved is not None:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        sync = None if method == "ddp" else DeAR(model, optimizer, bucket_mb=1e-4)
-        called = model if sync else DistributedDataParallel(model)
-        for i in range(half * STEPS // 2, (half + 1) * STEPS // 2):
-            optimizer.zero_grad()
-            loss(called, i, dist.get_rank()).backward()
-            (sync or optimizer).step()
-        if sync is not None:
-            sync.flush()
-            assert not optimizer.state, "the shards are all there is"
-        saved = state(model), copy.deepcopy((sync.optimizer_state_dict if sync else optimizer.state_dict)())
-        if sync is not None:
-            sync.detach()
-    assert saved is not None
-    return saved
+# --- all-gathers under the backward pass ------------------------------------------------------------------------------
+
+Schedule = Callable[[Sequence[BucketTimes], bool], EarlyGathers]
 
 
-@pytest.mark.parametrize("methods", [("dear", "ddp"), ("ddp", "dear")])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_optimizer_state_is_that_of_ddp(optimizer: str, methods: tuple[str, str]) -> None:
-    weights, expected = on_ranks(train_in_turn, 2, optimizer, ("ddp", "ddp"))[0]
-    for of_rank, actual in on_ranks(train_in_turn, 2, optimizer, methods):
-        assert_same(of_rank, weights)
-        assert actual["param_groups"] == expected["param_groups"]
-        assert actual["state"].keys() == expected["state"].keys()
-        for index, kept in expected["state"].items():
-            assert list(actual["state"][index]) == list(kept)
-            assert_same(actual["state"][index], kept)
+def whole(after: Sequence[Sequence[int]]) -> EarlyGathers:
+    """All-gathers of whole buckets."""
+    return EarlyGathers([1] * len(after), after)
 
 
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return float(torch.cat([(one[name] - value).flatten() for name, value in other.items()]).norm())
+def every_bucket_at_once(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
+    """The most eager schedule: each all-gather follows its reduce-scatter."""
+    return whole([[index] for index in range(len(buckets) - 1)] + [[]])
 
 
-#: The largest relative error of a value with each codec.
-ROUNDING = {"bf16": 2**-8, "fp16": 2**-11, "truncate16": 2**-7}
+def late_and_in_reverse(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
+    """A schedule in which all-gathers wait for another bucket's reduce-scatter."""
+    last = len(buckets) - 2
+    return whole([list(range(last, -1, -1)) if index == last else [] for index in range(len(buckets))])
 
 
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize("codec", ROUNDING)
-def test_weights_with_a_codec_are_near_ddps(codec: str, update: str) -> None:
-    """To half a rounding of the way that they have moved, as what a step drops is sent in the next one."""
-    expected = trained_with_ddp(2, "sgd")
-    moved = distance(state(seeded_mlp()), expected)
-    for outcome in on_ranks(train, 2, "sgd", {"update": update, "compression": codec, "bucket_mb": 1e-4}):
-        assert 0 < distance(outcome, expected) < ROUNDING[codec] / 2 * moved
+def in_pieces(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
+    """A schedule of pieces: of the first bucket all, of others some, of the last bucket's even shards none."""
+    assert divisible
+    last = len(buckets) - 1
+    after = [[0], [0, 1, 1, 1], [0, 2, 0], *([index, index] for index in range(3, last)), []]
+    return EarlyGathers([4, 7, 2, *[3] * (last - 3), 5], after)
 
 
-def saved_without_waiting() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    run = Run(DeAR)
-    model = run.model
-    run.steps(range(3))
-    saved = unshare_storage(model.state_dict())
-    run.sync.synchronize()
-    flushed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    assert len({value.untyped_storage().data_ptr() for value in saved.values()}) == len(saved), (
-        "each has its own memory"
-    )
-    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
-    run.sync.detach()
-    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == len(saved)
-    assert not model._forward_pre_hooks
-    return saved, flushed
+def train_eagerly(schedule: Schedule, **settings: Any) -> tuple[dict[str, Tensor], float]:
+    """Returns the weights, and the number of early all-gathers of a step."""
+    with patch.object(eager, "choose_early_gathers", schedule):
+        run = Run(DeAR, "adamw", update="replicated", fusion="none", **settings)
+        run.steps(range(STEPS))
+        run.sync.flush()
+        early = run.sync.metrics()["early_gathers"]
+        return run.end(), early
 
 
-def test_a_state_dict_is_up_to_date() -> None:
-    for saved, flushed in on_ranks(saved_without_waiting, 2):
-        assert_same(saved, flushed)
+def test_any_schedule_of_early_gathers_is_ddp() -> None:
+    rows = {one.__name__: partial(train_eagerly, one) for one in (every_bucket_at_once, late_and_in_reverse, in_pieces)}
+    outcomes = launch_cases({"ddp": partial(train_ddp, "adamw", STEPS), **rows}, 2)
+    for row in rows:
+        for weights, early in outcomes[row]:
+            assert early >= 3, row
+            assert_same(weights, outcomes["ddp"][0], row)
+
+
+# --- what overlaps what -----------------------------------------------------------------------------------------------
+
+
+class Reordered(nn.Module):
+    """Three layers, which run in another order than they are registered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(64, 64) for _ in range(3)]
+        self.registered, self.executed = nn.ModuleList([layers[1], layers[2], layers[0]]), layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.executed:
+            x = layer(x)
+        return x
 
 
 def backward_begins(i: int, events: list[str], *_: Any) -> None:
@@ -167,11 +160,10 @@ def backward_begins(i: int, events: list[str], *_: Any) -> None:
 
 def order_of_events() -> list[str]:
     """Three layers of one bucket each, in three steps."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model = Reordered()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = DeAR(model, optimizer, fusion="layers", num_layers=1)
     events: list[str] = []
-    transport = sync.transport
     names = {}
 
     def recording(kind: str, start: Any) -> Any:
@@ -181,13 +173,13 @@ def order_of_events() -> list[str]:
 
         return run
 
-    transport.reduce_scatter = recording("reduce_scatter", transport.reduce_scatter)  # type: ignore[method-assign]
-    transport.all_gather = recording("all_gather", transport.all_gather)  # type: ignore[method-assign]
+    for kind in ("reduce_scatter", "all_gather"):
+        setattr(sync.transport, kind, recording(kind, getattr(sync.transport, kind)))
     for step in range(3):
         if step == 2:
             sync.synchronize()
             events.clear()
-            for i, layer in enumerate(model):
+            for i, layer in enumerate(model.executed):
                 bucket = sync._fused.buckets[sync._fused.index_of[id(layer.weight)]]
                 assert {id(member.tensor) for member in bucket.members} == {id(p) for p in layer.parameters()}
                 names[bucket.gradients.flat.untyped_storage().data_ptr()] = i
@@ -245,10 +237,26 @@ def gathered_in_step(overlap: str) -> list[bool]:
     return have_arrived
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_without_overlap_weights_have_arrived_when_step_returns(overlap: str) -> None:
-    for have_arrived in on_ranks(gathered_in_step, 2, overlap):
-        assert have_arrived == [overlap == "none"] * 4
+def test_without_overlap_weights_have_arrived_when_step_returns() -> None:
+    outcomes = launch_cases({overlap: partial(gathered_in_step, overlap) for overlap in ("none", "forward")}, 2)
+    for overlap in ("none", "forward"):
+        assert outcomes[overlap] == [[overlap == "none"] * 4] * 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, dict[str, Any]] = {
+    "update": {"update": "half"},
+    "fusion": {"fusion": "some"},
+    "bucket_mb": {"bucket_mb": 0},
+    "edge_mb": {"edge_mb": 30},
+    "search_mb": {"search_mb": (10, 5)},
+    "trial_steps": {"trial_steps": 2},
+    "max_trials": {"max_trials": 0},
+    "num_layers": {"fusion": "layers", "num_layers": 0},
+    "zip": {"compression": "zip"},
+    "timeout_s": {"timeout_s": 0},
+}
 
 
 def misuse() -> dict[str, tuple[str, str] | None]:
@@ -259,13 +267,8 @@ def misuse() -> dict[str, tuple[str, str] | None]:
     class Normalized(torch.optim.SGD):
         """Not element-wise, for all we know."""
 
-    outcomes = {
-        "update": raised(lambda: DeAR(model, sgd, update="half")),
-        "fusion": raised(lambda: DeAR(model, sgd, fusion="some")),
-        "bucket_mb": raised(lambda: DeAR(model, sgd, bucket_mb=0)),
-        "num_layers": raised(lambda: DeAR(model, sgd, fusion="layers", num_layers=0)),
-        "zip": raised(lambda: DeAR(model, sgd, compression="zip")),
-        "timeout_s": raised(lambda: DeAR(model, sgd, timeout_s=0)),
+    outcomes = {word: raised(partial(DeAR, model, sgd, **settings)) for word, settings in WRONG.items()}
+    outcomes |= {
         "LBFGS": raised(lambda: DeAR(model, torch.optim.LBFGS(model.parameters()))),
         "'replicated'": raised(lambda: DeAR(model, Normalized(model.parameters()), update="sharded")),
         "bucket_mb: rank 0 has 1.0, rank 1 has 2.0": raised(lambda: DeAR(model, sgd, bucket_mb=1.0 + dist.get_rank())),

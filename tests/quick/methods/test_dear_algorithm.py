@@ -1,137 +1,106 @@
-"""BackPipe and FeedPipe without communication: what starts when, and what waits for it."""
+"""DeAR's schedules without communication: what starts when, what waits for it, and how long a step would take."""
 
 from __future__ import annotations
 
 import random
-from functools import partial
+from collections.abc import Sequence
 
 import pytest
-import torch
-from torch import nn
 
-from lightning_pipesync.core.parameters import hook_gradient
+from lightning_pipesync.core.cost import StepCost
+from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
+from lightning_pipesync.methods.dear.eager import choose_early_gathers, gathers_in_gaps
 from lightning_pipesync.methods.gradients.backpipe import BackPipeSchedule
-from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipeSchedule
+from tests.quick.methods.test_dear import whole
 
 BUCKETS = ["ab", "c", "def", "gh"]
 
 
-def observe(order: ExecutionOrder, module: nn.Module, _: object) -> None:
-    order.forward_begins(module)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_reduce_scatter_starts_as_early_as_the_order_allows(seed: int) -> None:
-    """In whatever order gradients become ready: with the last gradient of its bucket and of all before it."""
-    arrivals = random.Random(seed).sample("abcdefgh", 8)
-    schedule = BackPipeSchedule([len(bucket) for bucket in BUCKETS])
-    started: list[int] = []
-    for i, parameter in enumerate(arrivals):
-        [bucket] = [index for index, members in enumerate(BUCKETS) if parameter in members]
-        started += schedule.gradient_is_ready(bucket)
-        ready = [set(members) <= set(arrivals[: i + 1]) for members in BUCKETS]
-        assert started == list(range((*ready, False).index(False)))
-    assert started == [0, 1, 2, 3]
-    assert list(schedule.finish()) == []
-    assert not schedule.outdated
-
-
-def test_in_the_expected_order_each_starts_at_once() -> None:
-    schedule = BackPipeSchedule([2, 1, 3, 2])
-    starts = [list(schedule.gradient_is_ready(bucket)) for bucket in (0, 0, 1, 2, 2, 2, 3, 3)]
-    assert starts == [[], [0], [1], [], [], [2], [], [3]]
-
-
-@pytest.mark.parametrize("missing", ["a", "c", "h", "abc", "abcdefgh"])
-def test_missing_gradients_delay_and_never_reorder(missing: str) -> None:
-    """A rank without some gradients starts the same reduce-scatters as all others, in the same order."""
-    schedule = BackPipeSchedule([len(bucket) for bucket in BUCKETS])
-    started: list[int] = []
-    for bucket, members in enumerate(BUCKETS):
-        for parameter in members:
-            if parameter not in missing:
-                started += schedule.gradient_is_ready(bucket)
-    complete = [not set(members) & set(missing) for members in BUCKETS]
-    assert started == list(range((*complete, False).index(False)))
-    assert started + list(schedule.finish()) == [0, 1, 2, 3]
-
-
-def test_frozen_parameters_are_not_awaited() -> None:
-    schedule = BackPipeSchedule([1, 0, 1])
-    assert list(schedule.gradient_is_ready(0)) == [0, 1]
-
-
-def test_a_second_backward_pass_is_noticed() -> None:
-    """Only where it changes a gradient whose reduce-scatter has started."""
-    schedule = BackPipeSchedule([1, 2])
-    schedule.gradient_is_ready(1)
-    schedule.gradient_is_ready(1)
-    assert list(schedule.gradient_is_ready(1)) == []
-    assert not schedule.outdated, "nothing has started"
-    assert list(schedule.gradient_is_ready(0)) == [0, 1]
-    assert list(schedule.gradient_is_ready(1)) == []
-    assert schedule.outdated
+@pytest.mark.parametrize("missing", ["", "a", "c", "h", "abc", "abcdefgh"])
+def test_a_reduce_scatter_starts_as_early_as_the_order_allows(missing: str) -> None:
+    """With the last gradient of its bucket and of all before it, in whatever order they come; missing ones delay."""
+    for seed in range(20):
+        arrivals = [one for one in random.Random(seed).sample("abcdefgh", 8) if one not in missing]
+        schedule = BackPipeSchedule([len(bucket) for bucket in BUCKETS])
+        started: list[int] = []
+        for i, parameter in enumerate(arrivals):
+            [bucket] = [index for index, members in enumerate(BUCKETS) if parameter in members]
+            started += schedule.gradient_is_ready(bucket)
+            ready = [set(members) <= set(arrivals[: i + 1]) for members in BUCKETS]
+            assert started == list(range((*ready, False).index(False)))
+        assert started + list(schedule.finish()) == [0, 1, 2, 3]
+        assert not schedule.outdated
 
 
 def test_all_gathers_follow_the_forward_pass() -> None:
+    """Each module waits for its own buckets only."""
     schedule = FeedPipeSchedule(["hg", "fd", "e", "cba"], "abcdefgh")
     assert schedule.order == [3, 1, 2, 0], "by the first parameter of each bucket that is needed"
+    assert [schedule.awaited(module) for module in ("ab", "cd", "", "x")] == [[3], [3, 1], [], []]
 
 
-def test_a_module_waits_for_its_own_buckets_only() -> None:
-    schedule = FeedPipeSchedule(["hg", "fd", "e", "cba"], "abcdefgh")
-    assert schedule.awaited("ab") == [3], "once for both"
-    assert schedule.awaited("cd") == [3, 1]
-    assert schedule.awaited("") == []
-    assert schedule.awaited("x") == [], "no optimizer has it"
+# --- the duration of a step ---------------------------------------------------------------------------------------
 
 
-class Shuffled(nn.Module):
-    """Runs in another order than it registers; uses a weight outside its module, and another module never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-        self.embedding, self.unused = nn.Embedding(3, 2), nn.Linear(2, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(nn.functional.linear(x, self.embedding.weight[:2])))
+def chain(num_buckets: int, ratio: float, sizes: Sequence[float] | None = None) -> list[BucketTimes]:
+    """Buckets of a chain of equal layers, with t_ff = 1, t_bp = 2, and an all-reduce of ``ratio`` times their sum."""
+    halves = [1.5 * ratio * size / sum(sizes or [1] * num_buckets) for size in sizes or [1] * num_buckets]
+    return [
+        BucketTimes(2 * (i + 1) / num_buckets, (num_buckets - 1 - i) / num_buckets, half, half)
+        for i, half in enumerate(halves)
+    ]
 
 
-def test_the_order_of_a_model_is_observed() -> None:
-    model = Shuffled()
-    names = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
-    order = ExecutionOrder(model)
-    for child in order.modules:
-        child.register_forward_pre_hook(partial(observe, order))
-    for parameter in model.parameters():
-        hook_gradient(parameter, order.gradient_is_ready)
-    model(torch.ones(1, 2)).sum().backward()
-    assert [names[key] for key in order.needed] == ["first", "last"]
-    assert [names[key] for key in order.ready] == ["last", "first", "embedding"]
-    assert {names[id(parameter)] for parameter in order.used_elsewhere} == {"embedding", "unused"}
+def operations(buckets: Sequence[BucketTimes], forward: float, backward: float, early: EarlyGathers | None) -> str:
+    """Returns the step's operations, with when they start, and its duration."""
+    step = simulate_step(buckets, forward, backward, early)
+    letters = {"reduce_scatter": "r", "all_gather": "g"}
+    done = [f"{letters[one.kind]}{one.bucket} {one.start:g}" for one in step.operations]
+    return ", ".join([*done, f"all {step.seconds:g}"])
 
 
-def test_both_schedules_of_an_observed_model() -> None:
-    """Buckets of one layer each: reduce-scatters from the last layer to the first, all-gathers the other way."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    order = ExecutionOrder(model)
-    events: list[str] = []
-    buckets = [[id(p) for p in layer.parameters()] for layer in reversed(model)]
-    feedpipe = FeedPipeSchedule(buckets, [key for bucket in reversed(buckets) for key in bucket])
-    backpipe = BackPipeSchedule([2, 2, 2])
-    for i, layer in enumerate(model):
-        own = [id(parameter) for parameter in layer.parameters()]
-        assert feedpipe.awaited(own) == [2 - i]
-        layer.register_forward_pre_hook(partial(observe, order))
-        layer.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward {i}"))
-        for parameter in layer.parameters():
-            hook_gradient(
-                parameter,
-                lambda _, i=i: events.extend(f"reduce_scatter {b}" for b in backpipe.gradient_is_ready(2 - i)),
-            )
-    model(torch.ones(1, 2).requires_grad_()).sum().backward()
-    expected = ["backward 2", "reduce_scatter 0", "backward 1", "reduce_scatter 1", "backward 0", "reduce_scatter 2"]
-    assert events == expected
-    assert feedpipe.order == [2, 1, 0]
+def test_a_step_by_hand() -> None:
+    """Three buckets; the network idles between the first two reduce-scatters."""
+    buckets = [BucketTimes(1.0, 2.0, 1.0, 1.0), BucketTimes(4.0, 1.0, 1.0, 1.0), BucketTimes(5.0, 0.0, 1.0, 1.0)]
+    # The first layer waits for its weights, and no other.
+    assert operations(buckets, 3.0, 5.0, None) == "r0 1, r1 4, r2 5, g2 6, g1 7, g0 8, all 10"
+    # The last reduce-scatter has to wait for an all-gather.
+    early = whole([[0], [1], []])
+    assert operations(buckets, 3.0, 5.0, early) == "r0 1, g0 2, r1 4, g1 5, r2 6, g2 7, all 11"
+    assert gathers_in_gaps(buckets, share=1.0, pieces=[1, 1, 1]).after == [[0], [], []]
+
+
+def test_a_step_in_pieces_by_hand() -> None:
+    """The all-gather of the first bucket takes 4 s of which 1 is latency; two of its three pieces fit into the gap."""
+    buckets = [BucketTimes(1.0, 1.0, 1.0, 4.0, latency=1.0), BucketTimes(6.0, 0.0, 1.0, 1.0, latency=1.0)]
+    early = EarlyGathers([3, 1], [[0, 0], []])
+    assert gathers_in_gaps(buckets, share=1.0, pieces=[3, 1]) == early
+    # The second layer, needed at 8, has its weights at 10.
+    assert operations(buckets, 2.0, 6.0, early) == "r0 1, g0 2, g0 4, r1 6, g1 7, g0 8, all 11"
+    assert choose_early_gathers([BucketTimes(0.0, 0.0, 0.1, 0.1)]) == EarlyGathers.none(1)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.67, 1.0, 1.33, 4.0])
+def test_the_simulated_step_approaches_the_limits(ratio: float) -> None:
+    """With many buckets the paper's schedule is Eq. 7, and the eager one is near the least that is possible."""
+    cost = StepCost(forward=1.0, backward=2.0, update=0.0, reduce_scatter=1.5 * ratio, all_gather=1.5 * ratio)
+    buckets = chain(200, ratio)
+    paper = simulate_step(buckets, 1.0, 2.0).seconds
+    early = simulate_step(buckets, 1.0, 2.0, choose_early_gathers(buckets)).seconds
+    assert cost.two_halves <= paper < cost.two_halves * 1.02
+    assert cost.eager <= early < cost.eager * 1.04
+    assert early <= paper
+
+
+@pytest.mark.parametrize("ratio", [0.67, 0.8, 1.0, 1.25, 1.33])
+def test_nothing_is_lost_on_another_network_than_was_measured(ratio: float) -> None:
+    """Against the paper's schedule."""
+    for num_buckets in (3, 5, 8, 13):
+        for sizes in (None, [*range(1, num_buckets + 1)], [*range(num_buckets, 0, -1)]):
+            measured = chain(num_buckets, ratio, sizes)
+            early = choose_early_gathers(measured)
+            for network in (0.8, 1.0, 1.25):
+                actual = [bucket.on(network) for bucket in measured]
+                paper = simulate_step(actual, 1.0, 2.0).seconds
+                assert simulate_step(actual, 1.0, 2.0, early).seconds <= paper, (sizes, network)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from torch.optim import Optimizer
 
 from lightning_pipesync import LocalSGD, register_method
-from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -42,25 +39,21 @@ class NotDecorated(LocalSGDConfig):
     more: int = 4
 
 
-def policy(self: Any, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> AveragingPolicy:
-    return AveragingPolicy()
-
-
 def method_with(**attributes: Any) -> Any:
     """Returns a class with these attributes in place of those that it needs; None: without one."""
-    needed = {"name": "own", "config_type": Config, "_policy": policy}
+    needed = {"name": "own", "config_type": Config, "_policy": lambda *_: AveragingPolicy()}
     return type("Own", (ReplicaMethod,), {k: v for k, v in {**needed, **attributes}.items() if v is not None})
 
 
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (method_with(name=None), "Own has no name: set name = 'my_method'"),
-        (method_with(name="dear"), "name='dear' is that of DeAR: choose another one"),
+        (method_with(name=None), "Own has no name: set name ="),
+        (method_with(name="dear"), "name='dear' is that of DeAR"),
         (type("Own", (LocalSGD,), {}), "name='local_sgd' is that of LocalSGD"),
-        (method_with(config_type=None), "Own has no config_type: set it to the class of its settings"),
+        (method_with(config_type=None), "Own has no config_type"),
         (method_with(config_type=OfOthers), "Own has no config_type.*inherits from Settings"),
-        (method_with(config_type=NotFrozen), r"config_type=NotFrozen is no frozen dataclass: add @dataclass\(frozen"),
+        (method_with(config_type=NotFrozen), "config_type=NotFrozen is no frozen dataclass"),
         (method_with(config_type=NotDecorated), "config_type=NotDecorated is no frozen dataclass"),
         (method_with(config_type=WithoutDefault), "WithoutDefault.period has no default"),
         (method_with(_policy=None), "Own is not complete: implement _policy"),
