@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.methods.servers.messages import Gradient, Update
+from lightning_pipesync.methods.servers.messages import Fetch, Gradient, Update
 from tests.references.pipe_sgd import through
 
 
@@ -99,32 +99,9 @@ def replay_downpour(
     log: Sequence[Update],
 ) -> list[nn.Module]:
     """Returns the model after each update of Downpour (Dean et al., Algorithm 7.1), the first one before any."""
-    server = copy.deepcopy(model)
-    optimizer = make_optimizer(server)
-    lr = optimizer.param_groups[0]["lr"]
-    versions, learners = [copy.deepcopy(server)], {}
-    for update in log:
-        (gradient,) = update.gradients
-        assert gradient.accrued is not None
-        learner = learners.setdefault(gradient.rank, copy.deepcopy(model))
-        fetches = {(fetch.step, fetch.before_pass): versions[fetch.version] for fetch in gradient.accrued.fetches}
-        accrued = [torch.zeros_like(p) for p in learner.parameters()]
-        for step in range(gradient.accrued.first_step, gradient.step + 1):
-            if (step, True) in fetches:
-                learner.load_state_dict(fetches[step, True].state_dict())
-            learner.zero_grad()
-            loss(learner, step - 1, gradient.rank).backward()
-            if (step, False) in fetches:
-                learner.load_state_dict(fetches[step, False].state_dict())
-            with torch.no_grad():
-                for p, total in zip(learner.parameters(), accrued, strict=True):
-                    total.add_(p.grad)
-                    p.add_(p.grad, alpha=-lr)
-        for p, total in zip(server.parameters(), accrued, strict=True):
-            p.grad = total
-        optimizer.step()
-        versions.append(copy.deepcopy(server))
-    return versions
+    everything = {name: slice(0, p.numel()) for name, p in model.named_parameters()}
+    versions, _ = versions_of_shards(model, make_optimizer, loss, [log], [everything])
+    return versions[0]
 
 
 def replay_easgd(
@@ -259,10 +236,24 @@ def replay_shards(
     loss: Callable[[nn.Module, int, int], Tensor],
     logs: Sequence[Sequence[Update]],
     slices: Sequence[Mapping[str, slice]],
-    dc_lambda: float = 0.0,
-    max_norm: float | None = None,
+    **settings: float | None,
 ) -> nn.Module:
-    """Returns the model at the end if each server has its own order (Dean et al., Section 4.1), from all logs.
+    """Returns the model at the end if each server has its own order; see :func:`versions_of_shards`."""
+    versions, fetch = versions_of_shards(model, make_optimizer, loss, logs, slices, **settings)
+    fetch(model, [len(of_server) - 1 for of_server in versions])
+    return model
+
+
+def versions_of_shards(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    logs: Sequence[Sequence[Update]],
+    slices: Sequence[Mapping[str, slice]],
+    dc_lambda: float | None = None,
+    max_norm: float | None = None,
+) -> tuple[list[list[nn.Module]], Callable[[nn.Module, Sequence[int]], None]]:
+    """Returns each server's model after each of its updates (Dean et al., Section 4.1), from all logs; and a fetch.
 
     Args:
         logs: of each server.
@@ -280,8 +271,8 @@ def replay_shards(
     waiting = [pushed[key] for key in sorted(pushed)]
     gradients: dict[tuple[int, int], tuple[list[Tensor], nn.Module]] = {}  # with what they were computed at
 
-    def are_there(numbers: Sequence[int]) -> bool:
-        return all(number < len(of_server) for number, of_server in zip(numbers, versions, strict=True))
+    def numbers(fetched: Gradient | Fetch) -> tuple[int, ...]:
+        return fetched.of_shards or (fetched.version,)
 
     @torch.no_grad()
     def fetch(learner: nn.Module, numbers: Sequence[int]) -> None:
@@ -298,13 +289,13 @@ def replay_shards(
             nn.utils.clip_grad_norm_(learner.parameters(), max_norm)
 
     def compute(gradient: Gradient) -> tuple[list[Tensor], nn.Module]:
-        """Returns what a learner pushes."""
+        """Returns what a learner pushes, and, if it is not accrued, what it is a gradient of."""
         learner = learners.setdefault(gradient.rank, copy.deepcopy(model))
         if gradient.accrued is None:
-            fetch(learner, gradient.of_shards)
+            fetch(learner, numbers(gradient))
             backward(learner, gradient.step, gradient.rank)
             return [p.grad.clone() for p in learner.parameters()], copy.deepcopy(learner)
-        fetches = {(one.step, one.before_pass): one.of_shards for one in gradient.accrued.fetches}
+        fetches = {(one.step, one.before_pass): numbers(one) for one in gradient.accrued.fetches}
         accrued = [torch.zeros_like(p) for p in learner.parameters()]
         for step in range(gradient.accrued.first_step, gradient.step + 1):
             if (step, True) in fetches:
@@ -322,24 +313,22 @@ def replay_shards(
         before = sum(map(len, versions)) - len(waiting)
         for gradient in list(waiting):
             is_next = gradient is next(one for one in waiting if one.rank == gradient.rank)
-            fetched = [one.of_shards for one in gradient.accrued.fetches] if gradient.accrued else [gradient.of_shards]
-            if is_next and all(map(are_there, fetched)):
+            fetched = [gradient] if gradient.accrued is None else gradient.accrued.fetches
+            are_there = all(n < len(there) for one in fetched for n, there in zip(numbers(one), versions, strict=True))
+            if is_next and are_there:
                 gradients[gradient.rank, gradient.step] = compute(gradient)
                 waiting.remove(gradient)
         for log, server, optimizer, of_server in zip(logs, servers, optimizers, versions, strict=True):
-            if len(of_server) > len(log):
+            update = log[len(of_server) - 1] if len(of_server) <= len(log) else None
+            if update is None or (update.gradients[0].rank, update.gradients[0].step) not in gradients:
                 continue
-            update = log[len(of_server) - 1]
-            (used,) = update.gradients
-            if (used.rank, used.step) in gradients:
-                found, learner = gradients[used.rank, used.step]
-                for p, grad, at in zip(server.parameters(), found, learner.parameters(), strict=True):
-                    p.grad = grad.clone()
-                    if dc_lambda:
-                        p.grad.addcmul_(grad * grad, p.detach() - at.detach(), value=dc_lambda)
-                optimizer.param_groups[0]["lr"] = lr * update.lr_factor
-                optimizer.step()
-                of_server.append(copy.deepcopy(server))
+            found, learner = gradients[update.gradients[0].rank, update.gradients[0].step]
+            for p, grad, at in zip(server.parameters(), found, learner.parameters(), strict=True):
+                p.grad = grad.clone()
+                if dc_lambda:
+                    p.grad.addcmul_(grad * grad, p.detach() - at.detach(), value=dc_lambda)
+            optimizer.param_groups[0]["lr"] = lr * update.lr_factor
+            optimizer.step()
+            of_server.append(copy.deepcopy(server))
         assert sum(map(len, versions)) - len(waiting) > before, "an update waits for a version that never is"
-    fetch(model, [len(of_server) - 1 for of_server in versions])
-    return model
+    return versions, fetch

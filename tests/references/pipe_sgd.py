@@ -6,11 +6,15 @@ All workers hold the same weights, so one model serves for all.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import Codec, get_codec
@@ -110,22 +114,131 @@ def assign(model: nn.Module, names: Sequence[str], flat: Tensor) -> None:
         parameter.data.copy_(values)
 
 
-def predicted(
-    model: nn.Module,
+Gradient = list[Tensor | None]
+pairs = partial(zip, strict=True)
+
+
+class InFlight(NamedTuple):
+    """A mean gradient on its way, and what there was at its step."""
+
+    gradient: Gradient
+    own: list[Gradient]  # of each worker, from which the mean is
+    rates: list[float]  # the learning rate of each group
+    num_updates: int
+    weights: Tensor
+
+
+class Delayed:
+    """One optimizer of Algorithm 1: a mean gradient updates the weights some steps later.
+
+    Args:
+        average: of the flat gradients of all workers.
+        staleness: k.
+        warmup_steps: in which it is 0.
+        delay_compensation: a worker computes its gradients at the weights predicted with its own gradients in flight
+            ("prediction"), with zeros ("momentum"), or at the true weights; the learning rate is divided by how many
+            updates a gradient is late ("staleness"), or at most ``distance_constant`` over the squared distance that
+            the weights have moved since ("distance").
+        clip: clips the gradients of some parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        average: Callable[[Sequence[Tensor]], Tensor] = mean,
+        *,
+        staleness: int = 1,
+        warmup_steps: int = 0,
+        delay_compensation: str = "prediction",
+        distance_constant: float = 0.0,
+        clip: Callable[[list[Tensor]], object] = lambda parameters: None,
+    ) -> None:
+        self.optimizer, self.average, self.clip = optimizer, average, clip
+        self.staleness, self.warmup_steps = staleness, warmup_steps
+        self.compensation, self.constant = delay_compensation, distance_constant
+        self.in_flight: list[InFlight] = []
+        self.num_steps = self.num_updates = 0
+
+    @property
+    def parameters(self) -> list[Any]:
+        return parameters_of(self.optimizer)
+
+    @contextmanager
+    def predicted(self, rank: int) -> Iterator[None]:
+        """Within it the parameters are those after an update by each of a worker's gradients in flight."""
+        true = [p.detach().clone() for p in self.parameters]
+        trial = copy.deepcopy(self.optimizer)
+        if self.compensation in ("prediction", "momentum"):
+            for one in self.in_flight:
+                zero = 0.0 if self.compensation == "momentum" else 1.0
+                gradients = [None if g is None else g * zero for g in one.own[rank]]
+                update(trial, gradients, one.rates, self.clip, trial=True)
+        set_parameters(self.parameters, parameters_of(trial))
+        yield
+        set_parameters(self.parameters, true)
+
+    def step(self, own: list[Gradient]) -> None:
+        """Lines 9 and 10 with the gradients of all workers; and lines 3 to 5. None: as a gradient in DDP."""
+        backwards = self.parameters[::-1]  # as gradients become ready
+        flat = [fused([torch.zeros_like(p) if g is None else g for p, g in pairs(backwards, one[::-1])]) for one in own]
+        average = divided(self.average(flat), backwards)[::-1]
+        gradient = [one if any(g is not None for g in each) else None for one, *each in pairs(average, *own)]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.in_flight.append(InFlight(gradient, own, rates, self.num_updates, flat_of(self.parameters)))
+        if len(self.in_flight) > (0 if self.num_steps < self.warmup_steps else self.staleness):
+            self.apply_oldest()
+        self.num_steps += 1
+
+    def apply_oldest(self) -> None:
+        oldest = self.in_flight.pop(0)
+        late = max(1, self.num_updates - oldest.num_updates)
+        distance = float((flat_of(self.parameters) - oldest.weights).square().sum()) if self.constant else 0.0
+        rates = oldest.rates
+        if self.compensation == "staleness":
+            rates = [rate / late for rate in rates]
+        if self.compensation == "distance" and distance:
+            rates = [min(rate, self.constant / distance) for rate in rates]
+        update(self.optimizer, oldest.gradient, rates, self.clip)
+        self.num_updates += 1
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def flat_of(parameters: Sequence[Tensor]) -> Tensor:
+    """One vector of parameters, as their gradients become ready."""
+    return torch.cat([p.detach().reshape(-1) for p in list(parameters)[::-1]])
+
+
+@torch.no_grad()
+def set_parameters(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for p, value in zip(parameters, values, strict=True):
+        p.copy_(value)
+
+
+def update(
     optimizer: Optimizer,
-    in_flight: Sequence[tuple[list[Tensor], float]],
-    clip: Callable[[nn.Module], object],
-) -> nn.Module:
-    """A copy of the model, after an update by each of some gradients, with the learning rate of its step."""
-    trial, trial_optimizer = copy.deepcopy((model, optimizer))
-    for gradients, rate in in_flight:
-        for p, gradient in zip(trial.parameters(), gradients, strict=True):
-            p.grad = gradient.clone()
-        clip(trial)
-        trial_optimizer.param_groups[0]["lr"] = rate
-        trial_optimizer.param_groups[0]["fused"] = True  # as trial steps on a CPU are
-        trial_optimizer.step()
-    return trial
+    gradient: Gradient,
+    rates: Sequence[float],
+    clip: Callable[[list[Tensor]], object],
+    trial: bool = False,
+) -> None:
+    """Updates the weights by a gradient, with the learning rate of its step in each group.
+
+    Trial steps on a CPU are fused; here SGD cannot fuse those of parameters of which some have no momentum yet.
+    """
+    parameters, now = parameters_of(optimizer), [group["lr"] for group in optimizer.param_groups]
+    for p, values in zip_longest(parameters, gradient):  # those that were added since have none
+        p.grad = None if values is None else values.clone()
+    clip(parameters)
+    begun = {p in optimizer.state for p in parameters if p.grad is not None}
+    for group, rate in zip_longest(optimizer.param_groups, rates):
+        group["lr"] = group["lr"] if rate is None else rate
+        group["fused"] = trial and (len(begun) < 2 or not isinstance(optimizer, SGD))
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, now, strict=True):
+        group["lr"] = rate
 
 
 def simulate(
@@ -136,75 +249,39 @@ def simulate(
     world_size: int,
     columns: int = 1,
     num_steps: int,
-    staleness: int,
     compression: str = "none",
     error_feedback: bool = True,
-    warmup_steps: int = 0,
     accumulate: int = 1,
-    schedule: Callable[[int], float] | None = None,
-    clip: Callable[[nn.Module], object] = lambda model: None,
-    learning_rate: Callable[[float, int, float], float] = lambda rate, late, distance: rate,
+    before_step: Callable[[int], object] = lambda step: None,
     drain: bool = False,
-    delay_compensation: str = "none",
+    **settings: Any,
 ) -> list[Tensor]:
     """Returns the weights after each step, and, if asked, after the pipeline is drained.
 
     Args:
         columns: neighboring ranks that are a host.
-        schedule: learning rate of each step; the optimizer's own if None.
-        learning_rate: of an update, from that of the gradient's step, by how many updates it is late, and the squared
-            distance that the weights have moved since.
-        delay_compensation: a rank computes its gradients at the weights predicted with its own gradients in flight
-            ("prediction"), with zeros ("momentum"), or at the true weights ("none").
+        before_step: sets the learning rate, for example.
+        settings: those of :class:`Delayed`.
     """
-    parameters = list(model.parameters())[::-1]  # as gradients become ready
     codec = get_codec(compression)
-    empty = fused([torch.zeros_like(p) for p in parameters])
+    empty = fused([torch.zeros_like(p) for p in parameters_of(optimizer)[::-1]])
     shards = [shard_of(empty.clone(), rank, world_size) for rank in range(world_size)]
     dropped = [[empty.clone() for _ in range(world_size // columns)], shards] if error_feedback else None
-    in_flight: list[tuple[Tensor, float, int, Tensor]] = []
-    own: list[list[list[Tensor]]] = [[] for _ in range(world_size)]  # of each gradient in flight this rank's part
-    updates = 0
+    loop = Delayed(optimizer, partial(all_reduce, codec=codec, dropped=dropped, columns=columns), **settings)
     weights = []
-
-    def flat() -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in parameters])
-
-    def apply_oldest() -> None:
-        nonlocal updates
-        gradient, rate, updates_then, weights_then = in_flight.pop(0)  # lines 3 and 4
-        for of_rank in own:
-            of_rank.pop(0)
-        for p, values in zip(parameters, divided(gradient, parameters), strict=True):
-            p.grad = values.clone()
-        clip(model)
-        distance = float((flat() - weights_then).square().sum())
-        optimizer.param_groups[0]["lr"] = learning_rate(rate, updates - updates_then, distance)
-        optimizer.step()  # line 5
-        updates += 1
-
     for t in range(num_steps):
-        rate = optimizer.defaults["lr"] if schedule is None else schedule(t)
-        local = []
+        before_step(t)
+        own: list[Gradient] = []
         for rank in range(world_size):
-            replica = model
-            if delay_compensation != "none":
-                rates = [rate_then for _, rate_then, *_ in in_flight]
-                replica = predicted(model, optimizer, list(zip(own[rank], rates, strict=True)), clip)
-            replica.zero_grad()
-            for micro in range(accumulate):
-                loss(replica, t * accumulate + micro, rank).backward()  # lines 6 to 8
-            gradients = [p.grad for p in replica.parameters()]
-            local.append(fused(gradients[::-1]))
-            own[rank].append(
-                [torch.zeros_like(g) if delay_compensation == "momentum" else g.clone() for g in gradients]
-            )
-        in_flight.append((all_reduce(local, codec, dropped, columns), rate, updates, flat()))  # lines 9 and 10
-        if len(in_flight) > (0 if t < warmup_steps else staleness):
-            apply_oldest()
-        weights.append(flat())
-    if drain:
-        while in_flight:
-            apply_oldest()
-        weights.append(flat())
+            with loop.predicted(rank):
+                model.zero_grad()
+                for micro in range(accumulate):
+                    loss(model, t * accumulate + micro, rank).backward()  # lines 6 to 8
+                own.append([p.grad for p in loop.parameters])
+        loop.step(own)
+        weights.append(flat_of(list(model.parameters())))
+    while drain and loop.in_flight:
+        loop.apply_oldest()
+        if not loop.in_flight:
+            weights.append(flat_of(list(model.parameters())))
     return weights

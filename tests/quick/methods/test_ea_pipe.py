@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_pipesync.methods.ea_pipe import EAPipeConfig
 from tests.references.ea_pipe import Weights, reference_of
+from tests.references.side_by_side import side_by_side
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.ea_pipe_runs import CUTS, OPTIMIZERS, assert_equal, engine_on, layers
+from tests.support.harness import assert_refused, raised
 from tests.support.models import batch
 
-STEPS = 21
+STEPS = 11
 #: The stage of each Linear, by the number of stages.
-STAGE_OF = {1: [0] * 5, 2: [0, 0, 1, 1, 1], 3: [0, 1, 1, 2, 2], 4: [0, 1, 2, 2, 3]}
+STAGE_OF = {2: [0, 0, 1, 1, 1], 3: [0, 1, 1, 2, 2], 4: [0, 1, 2, 2, 3]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"tau={tau}": ("sgd", {"period": tau, "elastic_force": 0.3}) for tau in (1, 2, 3)},
     "adam": ("adam", {"period": 2}),
@@ -31,24 +34,54 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "spectrain, adam": ("adam", {"algorithm": "spectrain"}),
     "spectrain, smoothed": ("plain sgd", {"algorithm": "spectrain"}),
 }
-#: The cases that differ in what stages send to each other, and when.
-ON_PROCESSES = ("tau=2", "adam", "more replicas", "pipedream", "weight stashing", "naive", "spectrain")
+#: Those that differ in what stages send to each other, and when; by night also on four ranks.
+ON_PROCESSES = ("tau=2", "pipedream", "weight stashing", "naive", "spectrain")
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    algorithm + clipped: {"algorithm": algorithm, **({"clip_norm": 0.3} if clipped else {})}
+    for algorithm in ("gpipe", "1f1b")
+    for clipped in ("", ", clipped")
+}
+#: Two pipelines of two stages: of one mini-batch, and ones that a reference model attracts.
+SIDE_BY_SIDE: dict[str, dict[str, Any]] = {
+    "gradients": {"algorithm": "pipedream"},
+    "elastic": {"average": "elastic", "average_period": 2, "replicas": 2},
+}
 
 
-def train(optimizer_name: str, settings: dict[str, Any], virtual_stages: int | None = None) -> dict[str, Any]:
+def train(optimizer: Any, settings: dict[str, Any], virtual_stages: int | None = None) -> Any:
     """The losses, where the last stage is, and the master's weights."""
-    model = layers(seed=0 if virtual_stages else torch.distributed.get_rank())  # rank 0's weights count
-    engine = engine_on(model, optimizer_name, virtual_stages=virtual_stages, **settings)
-    losses = [engine.train_batch(batch(t, 0)) for t in range(STEPS)]
+    rank = 0 if virtual_stages else torch.distributed.get_rank()
+    model = layers(seed=rank)  # rank 0's weights count
+    engine = engine_on(model, optimizer, virtual_stages=virtual_stages, **settings)
+    losses = [engine.train_batch(batch(t, engine.data_part[0])) for t in range(STEPS)]
     engine.gather()
     engine.detach()
     return {"losses": losses, "weights": [p.detach().clone() for p in model.parameters()]}
 
 
+def train_synchronously(settings: dict[str, Any]) -> list[Tensor]:
+    """Mini-batches in one or two parts, of shapes that change."""
+    model = layers()
+    engine = engine_on(model, virtual_stages=None, split=CUTS[2], **settings)
+    for t in range(8):
+        x, y = batch(t, 0, size=8 if t < 5 else 4)
+        engine.train_batch((x[:4], y[:4]), completes=t >= 5)
+        if t < 5:
+            engine.train_batch((x[4:], y[4:]))
+    engine.gather()
+    engine.detach()
+    return [p.detach() for p in model.parameters()]
+
+
 @cache
-def on_processes() -> Outcomes:
-    cases = {case: partial(train, CASES[case][0], {"split": CUTS[4], **CASES[case][1]}) for case in ON_PROCESSES}
-    return launch_cases(cases, 4)
+def on_processes(num_stages: int) -> Outcomes:
+    names = ON_PROCESSES if num_stages == 2 else ("tau=2",)
+    cases: dict[Any, Any] = {
+        name: partial(train, CASES[name][0], {"split": CUTS[num_stages], **CASES[name][1]}) for name in names
+    }
+    if num_stages == 2:
+        cases |= {name: partial(train_synchronously, settings) for name, settings in SYNCHRONOUS.items()}
+    return launch_cases(cases, num_stages)
 
 
 @cache
@@ -57,33 +90,61 @@ def virtual(case: str, num_stages: int) -> dict[str, Any]:
     return train(optimizer, {"split": CUTS[num_stages], **settings}, virtual_stages=num_stages)
 
 
-def expected(case: str, num_stages: int) -> Weights:
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_follows_the_algorithm(case: str, num_stages: int) -> None:
     optimizer, settings = CASES[case]
     initial, batches = [p.detach() for p in layers().parameters()], [batch(t, 0) for t in range(STEPS)]
     smoothing = 0.9 if "smoothed" in case else 0.0
-    return reference_of(settings, initial, OPTIMIZERS[optimizer], batches, STAGE_OF[num_stages], smoothing)
+    expected = reference_of(settings, initial, OPTIMIZERS[optimizer], batches, STAGE_OF[num_stages], smoothing)
+    assert_equal(virtual(case, num_stages)["weights"], expected)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_follows_the_algorithm(case: str, num_stages: int) -> None:
-    assert_equal(virtual(case, num_stages)["weights"], expected(case, num_stages))
-
-
-@pytest.mark.parametrize("case", ON_PROCESSES)
-def test_processes_are_virtual_stages(case: str) -> None:
+@pytest.mark.parametrize(("num_stages", "case"), [*((2, case) for case in ON_PROCESSES), (3, "tau=2")])
+def test_processes_are_virtual_stages(num_stages: int, case: str) -> None:
     """Bit for bit, on every rank."""
-    for outcome in on_processes()[case]:
-        assert_equal(outcome["weights"], virtual(case, 4)["weights"])
-    assert on_processes()[case][0]["losses"] == virtual(case, 4)["losses"]
+    outcomes = on_processes(num_stages)[case]
+    for outcome in outcomes:
+        assert_equal(outcome["weights"], virtual(case, num_stages)["weights"])
+    assert outcomes[0]["losses"] == virtual(case, num_stages)["losses"]
+
+
+@pytest.mark.parametrize("case", SYNCHRONOUS)
+def test_synchronous_pipelines_are_sgd(case: str) -> None:
+    model = layers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for t in range(8):
+        x, y = batch(t, 0, size=8 if t < 5 else 4)
+        optimizer.zero_grad()
+        for start in range(0, len(x), 4):
+            nn.functional.cross_entropy(model(x[start : start + 4]), y[start : start + 4]).backward()
+        if "clip_norm" in SYNCHRONOUS[case]:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    for outcome in on_processes(2)[case]:
+        torch.testing.assert_close(outcome, [p.detach() for p in model.parameters()])
+
+
+def test_pipelines_side_by_side_follow_their_algorithm() -> None:
+    """Bit for bit: one mini-batch of all pipelines, whose mean gradient counts; or a reference that attracts them."""
+    shared = {"num_pipelines": 2, "split": CUTS[2]}
+    outcomes = launch_cases({k: partial(train, "sgd", {**shared, **one}) for k, one in SIDE_BY_SIDE.items()}, 4)
+    initial: Weights = [p.detach() for p in layers().parameters()]
+    batches = [[batch(t, pipeline) for pipeline in range(2)] for t in range(STEPS)]
+    make = OPTIMIZERS["sgd"]
+    expected = {
+        "gradients": reference_of(SIDE_BY_SIDE["gradients"], initial, make, batches, STAGE_OF[2], 0.0),
+        "elastic": side_by_side(initial, make, batches, average_force=0.45, average_period=2, replicas=2),
+    }
+    for name, weights in expected.items():
+        for outcome in outcomes[name]:
+            assert_equal(outcome["weights"], weights)
 
 
 @pytest.mark.parametrize("rows", [8, 1])
 def test_one_stage_with_hardly_any_force_is_plain_sgd(rows: int) -> None:
     """Products with a single row round by the address of the weights on some processors."""
-    model = layers()
-    engine = engine_on(model, virtual_stages=1, elastic_force=1e-30)
-    plain = layers()
+    engine, plain = engine_on(layers(), virtual_stages=1, elastic_force=1e-30), layers()
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
     for t in range(STEPS):
         x, y = batch(t, 0, size=rows)
@@ -92,3 +153,62 @@ def test_one_stage_with_hardly_any_force_is_plain_sgd(rows: int) -> None:
         loss.backward()
         optimizer.step()
         assert engine.train_batch((x, y)) == loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"elastic_force": 0.0}, "elastic_force"),
+        ({"elastic_force": 1.0}, "elastic_force"),
+        ({"period": 0}, "period"),
+        ({"replicas": 0}, "replicas"),
+        ({"algorithm": "zero-bubble"}, "algorithm"),
+        ({"compression": "int8"}, "compression"),
+        ({"split": "evenly"}, "split"),
+        ({"split": (3, 2)}, "split"),
+        ({"split": (2.5,)}, "the indices of the stages' first layers or"),
+        ({"split": ("a", 2.5)}, "the indices of the stages' first layers or"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+        ({"clip_norm": 1.0, "algorithm": "naive"}, "clip_norm"),
+        ({"clip_norm": 1.0, "algorithm": "weight_stashing"}, "clip_norm"),
+        ({"prediction_smoothing": 1.0}, "prediction_smoothing"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"num_pipelines": 0}, "num_pipelines"),
+        ({"average": "weights"}, "average"),
+        ({"average_period": 0}, "average_period"),
+        ({"average_force": 1.0}, "average_force"),
+        ({"num_pipelines": 4, "average_force": 0.3}, "average_force=0.3 .* set 0.25 at most"),
+        ({"neighbors": "hosts"}, "neighbors"),
+        *(
+            ({"average": "elastic", "algorithm": algorithm}, f"average='elastic' .* algorithm='{algorithm}'")
+            for algorithm in ("pipedream", "weight_stashing", "naive", "spectrain")
+        ),
+    ],
+)
+def test_bad_settings_name_themselves(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        EAPipeConfig(**settings)
+
+
+def make_bad(settings: dict[str, Any]) -> tuple[str, str] | None:
+    engine = engine_on(layers(), virtual_stages=None, **settings)
+    outcome = raised(lambda: engine.train_batch(batch(0, 0)))
+    engine.detach()
+    return outcome
+
+
+def test_settings_that_do_not_fit_the_model_are_refused_on_every_rank() -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "split=(1, 2)": {"split": (1, 2)},
+        "split=(40,)": {"split": (40,)},
+        "micro_batches": {"algorithm": "gpipe", "micro_batches": 3},
+    }
+    outcomes = launch_cases({named: partial(make_bad, settings) for named, settings in cases.items()}, 2)
+    for named in cases:
+        for outcome in outcomes[named]:
+            assert_refused({named: outcome})
+    refused = {
+        "10 stages need at least as many layers": {"virtual_stages": 10},
+        "num_pipelines=2": {"num_pipelines": 2},
+    }
+    assert_refused({k: raised(partial(engine_on, layers(), **settings)) for k, settings in refused.items()})

@@ -12,6 +12,8 @@ from lightning_pipesync.methods.servers.coordinator import Coordinator
 from lightning_pipesync.methods.servers.messages import Accrued, BatchRequest, Decision, Gradient
 from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
+SHARDS = {"policy": "async", "independent_shards": True}
+
 
 class Timeline:
     """Three learners, each of which pushes a gradient of the weights that it was released with."""
@@ -31,6 +33,9 @@ class Timeline:
     def retire(self, rank: int) -> tuple[list[int], list[int]]:
         return self.follow(self.sequencer.retire(rank))
 
+    def lose(self, rank: int) -> tuple[list[int], list[int]]:
+        return self.follow(self.sequencer.lose(rank))
+
     def follow(self, decisions: list[Decision]) -> tuple[list[int], list[int]]:
         used = [gradient.rank for one in decisions if one.update for gradient in one.update.gradients]
         released = [rank for one in decisions for rank in one.released]
@@ -39,94 +44,68 @@ class Timeline:
         return used, released
 
 
+ALL = [0, 1, 2]
+
+
 def timeline(policy: str, **settings: int) -> Timeline:
     return Timeline(ParameterServerConfig(policy=policy, **settings).policy_for(3))
 
 
-def test_sync_waits_for_all() -> None:
-    run = timeline("sync")
-    assert run.push(2) == ([], [])
-    assert run.push(0) == ([], [])
-    assert run.push(1) == ([0, 1, 2], [0, 1, 2])
+#: By what a policy does: the policy, and what learners do; each time, whose gradients are used and who is released.
+DECISIONS: dict[str, tuple[Timeline, list[tuple[str, int, list[int], list[int]]]]] = {
+    "sync waits for all": (timeline("sync"), [("push", 2, [], []), ("push", 0, [], []), ("push", 1, ALL, ALL)]),
+    "k_sync cancels late passes, whose gradients are dropped": (
+        timeline("k_sync", k=2),
+        [
+            *[("push", 2, [], []), ("push", 0, [0, 2], [0, 2]), ("push", 1, [], [1]), ("push", 1, [], [])],
+            *[("push", 0, [0, 1], [0, 1]), ("fetch", 2, [], [2])],  # it has noticed that it is late
+        ],
+    ),
+    "k_batch_sync lets the fast learner continue with the same weights": (
+        timeline("k_batch_sync", k=3),
+        [("push", 0, [], [0]), ("push", 0, [], [0]), ("push", 1, [0, 0, 1], [1]), ("push", 2, [], [2])],
+    ),
+    "k_async keeps late gradients": (
+        timeline("k_async", k=2),
+        [("push", 0, [], []), ("push", 1, [0, 1], [0, 1]), ("push", 2, [], []), ("push", 0, [0, 2], [0, 2])],
+    ),
+    "k_batch_async takes two gradients of one learner": (
+        timeline("k_batch_async", k=2),
+        [("push", 0, [], [0]), ("push", 0, [0, 0], [0])],
+    ),
+    "async updates at each push": (timeline("async"), [("push", rank, [rank], [rank]) for rank in (0, 0, 2)]),
+    "n_softsync updates after a share of the learners": (
+        timeline("n_softsync", n=1),
+        [("push", 0, [], [0]), ("push", 0, [], [0]), ("push", 2, [0, 0, 2], [2])],
+    ),
+    "n_softsync with as many shares as learners is async": (timeline("n_softsync", n=3), [("push", 1, [1], [1])]),
+    "ssp makes a learner that is two ahead wait until the slowest has moved": (
+        timeline("ssp", staleness_bound=1),
+        [("push", 0, [0], [0]), ("push", 0, [0], []), ("push", 1, [1], [1]), ("push", 2, [2], [0, 2])],
+    ),
+    "a retired learner is not waited for, and all begin again together": (
+        timeline("sync"),
+        [
+            *[("push", 0, [], []), ("retire", 1, [], []), ("push", 2, [0, 2], [0, 2]), ("push", 0, [], [])],
+            *[("retire", 2, [0], [0]), ("retire", 0, [], ALL)],
+        ],
+    ),
+    "pending gradients are applied at the end": (
+        timeline("k_batch_async", k=3),
+        [("push", 0, [], [0]), ("retire", 0, [], []), ("retire", 1, [], []), ("retire", 2, [0], ALL)],
+    ),
+    "a lost learner is not waited for": (
+        timeline("sync"),
+        [("push", 0, [], []), ("push", 1, [], []), ("lose", 2, [0, 1], [0, 1])],
+    ),
+}
 
 
-def test_k_sync_cancels_late_passes() -> None:
-    run = timeline("k_sync", k=2)
-    assert run.push(2) == ([], [])
-    assert run.push(0) == ([0, 2], [0, 2])
-    assert run.push(1) == ([], [1]), "its gradient is of old weights, and is dropped"
-    assert run.push(1) == ([], [])
-    assert run.push(0) == ([0, 1], [0, 1])
-    assert run.fetch(2) == ([], [2]), "it has noticed that it is late"
-
-
-def test_k_batch_sync_lets_the_fast_learner_continue_with_the_same_weights() -> None:
-    run = timeline("k_batch_sync", k=3)
-    assert run.push(0) == ([], [0])
-    assert run.push(0) == ([], [0])
-    assert run.versions[0] == 0
-    assert run.push(1) == ([0, 0, 1], [1])
-    assert run.push(2) == ([], [2]), "dropped"
-
-
-def test_k_async_keeps_late_gradients() -> None:
-    run = timeline("k_async", k=2)
-    run.push(0)
-    assert run.push(1) == ([0, 1], [0, 1])
-    assert run.push(2) == ([], [])
-    assert run.push(0) == ([0, 2], [0, 2])
-
-
-def test_k_batch_async_takes_two_gradients_of_one_learner() -> None:
-    run = timeline("k_batch_async", k=2)
-    assert run.push(0) == ([], [0])
-    assert run.push(0) == ([0, 0], [0])
-    assert run.versions == [1, 0, 0]
-
-
-def test_async_updates_at_each_push() -> None:
-    run = timeline("async")
-    assert [run.push(rank) for rank in (0, 0, 2)] == [([0], [0]), ([0], [0]), ([2], [2])]
-
-
-def test_n_softsync_updates_after_a_share_of_the_learners() -> None:
-    run = timeline("n_softsync", n=1)
-    assert [run.push(rank)[0] for rank in (0, 0, 2)] == [[], [], [0, 0, 2]]
-    assert timeline("n_softsync", n=3).push(1) == ([1], [1])
-
-
-def test_ssp_makes_a_learner_that_is_ahead_wait() -> None:
-    run = timeline("ssp", staleness_bound=1)
-    assert run.push(0) == ([0], [0])
-    assert run.push(0) == ([0], []), "two ahead"
-    assert run.push(1) == ([1], [1])
-    assert run.push(2) == ([2], [0, 2]), "the slowest has moved"
-
-
-def test_a_retired_learner_is_not_waited_for() -> None:
-    run = timeline("sync")
-    run.push(0)
-    assert run.retire(1) == ([], [])
-    assert run.push(2) == ([0, 2], [0, 2])
-    run.push(0)
-    assert run.retire(2) == ([0], [0]), "an update of the learners that are left"
-    assert run.retire(0) == ([], [0, 1, 2]), "all have retired, and begin again with the same weights"
-    assert run.versions == [2, 2, 2]
-
-
-def test_pending_gradients_are_applied_at_the_end() -> None:
-    run = timeline("k_batch_async", k=3)
-    run.push(0)
-    run.retire(0)
-    run.retire(1)
-    assert run.retire(2) == ([0], [0, 1, 2])
-
-
-def test_a_lost_learner_is_not_waited_for() -> None:
-    run = timeline("sync")
-    run.push(0)
-    run.push(1)
-    assert run.follow(run.sequencer.lose(2)) == ([0, 1], [0, 1])
+@pytest.mark.parametrize("what", DECISIONS)
+def test_decisions(what: str) -> None:
+    run, moments = DECISIONS[what]
+    for number, (does, rank, used, released) in enumerate(moments):
+        assert getattr(run, does)(rank) == (used, released), f"at moment {number}"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +125,7 @@ def test_the_others_continue_without_a_lost_learner(policy: str, settings: dict[
     run, running = timeline(policy, **settings), {0, 1}
     if has_pushed:
         run.push(2)
-    running |= set(run.follow(run.sequencer.lose(2))[1])
+    running |= set(run.lose(2)[1])
     for _ in range(5):
         for rank in (0, 1):
             if rank in running:
@@ -207,6 +186,13 @@ def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], facto
         ({"delay_compensation": "half"}, "delay_compensation must be"),
         ({"partition": "seldp"}, "partition must be"),
         ({"timeout_s": 0}, "timeout_s must be"),
+        ({"dedicated_servers": True}, "set servers=1, or more"),
+        ({"policy": "downpour", "fetch_compression": "int8"}, "fetch_compression='int8' is for weights that"),
+        ({"policy": "easgd", "fetch_compression": "int8"}, "fetch_compression='int8' is for weights that"),
+        ({**SHARDS, "policy": "ssp"}, "independent_shards=True is for policies in which every push is an update"),
+        ({**SHARDS, "policy": "easgd"}, "independent_shards=True is for policies in which every push is an update"),
+        ({**SHARDS, "delay_compensation": "momentum"}, "delay_compensation='momentum' is for weights of one"),
+        ({**SHARDS, "staleness_lr": "distance"}, "staleness_lr='distance' is for weights of one version"),
         (
             {"policy": "diloco", "compression": "chunked_topk"},
             "outer_momentum=0.9 is another momentum beside the residuals of compression='chunked_topk': set outer_mom",
