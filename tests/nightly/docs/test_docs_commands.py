@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,16 +18,11 @@ from lightning_pipesync.accelerate import launch as accelerate_launch
 from lightning_pipesync.lab.bench.benchmark import Command
 from lightning_pipesync.lab.netlab import job, network
 from lightning_pipesync.training.registry import METHODS
-from tests.nightly.docs.test_docs import PAGES
 from tests.support.commands import ROOT
+from tests.support.docs_pages import PAGES, blocks_of
 
 #: Bash writes the words of each command that it does not find, which is every one, instead of running it.
 RECORD = 'command_not_found_handle() { printf "%s\\0" "$@" "" >> "$RECORDED"; }\n'
-
-
-def blocks_of(page: Path) -> Iterator[str]:
-    for match in re.finditer(r"^( *)```bash\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        yield match[2]
 
 
 def commands_in(block: str, folder: Path) -> list[list[str]]:
@@ -94,7 +87,7 @@ def run(program: str, arguments: list[str]) -> object:
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_have_options_that_exist(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, block in enumerate(blocks_of(page)):
+    for number, (_, block) in enumerate(blocks_of(page, "bash")):
         folder = tmp_path / str(number)
         folder.mkdir()
         for words in commands_in(block, folder):

@@ -9,11 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
+from lightning_pipesync.training.registry import METHODS
 from tests.nightly.docs.docs_stand_ins import frameworks, stand_ins
-from tests.nightly.docs.test_docs import PAGES, snippets_of
+from tests.support.docs_pages import PAGES, snippets_of
 from tests.support.harness import on_ranks
 
 
@@ -116,7 +118,7 @@ RUNS = {
         needs="accelerate.parallelism_config", ranks=4, init=False
     ),
     ("sharded_models", "from accelerate import ParallelismConfig\nfrom transformers"): Run(
-        "from tests.nightly.shards.test_transformers_sharded import Words, llama\ntexts, llama = Words(), llama()",
+        "from tests.support.transformers_models import Words, llama\ntexts, llama = Words(), llama()",
         needs="accelerate.parallelism_config",
         ranks=4,
         init=False,
@@ -159,21 +161,15 @@ RUNS = {
     ),
     ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
 }
-IN_SESSION = "starts ranks from a session, as tests/nightly/launch/test_notebooks.py does"
+IN_SESSION = "starts ranks from a session, as the tests of notebooks in tests/nightly/launch do"
 #: Those that cannot run here, with the reason.
 NOT_RUN = {
     (
         "netlab",
         "from lightning_pipesync.lab.netlab import",
-    ): "needs root or user namespaces, and a script; tests/nightly/lab/test_netlab.py runs both calls",
-    (
-        "notebooks",
-        "import lightning_pipesync",
-    ): IN_SESSION,
-    (
-        "notebooks",
-        "from lightning.fabric",
-    ): IN_SESSION,
+    ): "needs root, and a script; tests of netlab run both calls",
+    ("notebooks", "import lightning_pipesync"): IN_SESSION,
+    ("notebooks", "from lightning.fabric"): IN_SESSION,
     ("ray", "import sys"): "is a script that needs Ray; tests/nightly/launch/test_ray.py runs it",
 }
 
@@ -207,7 +203,6 @@ def test_a_snippet_runs(page: Path, number: int, tmp_path: Path) -> None:
 
 def run_snippet(page: Path, number: int, folder: Path) -> None:
     """Runs a snippet, after those that it continues, with what the page has imported before."""
-    os.chdir(folder)
     [*snippets] = snippets_of(page)
     first = number
     while isinstance(run := entry_of(page, snippets[first][1], RUNS), Run) and run.continues:
@@ -215,7 +210,9 @@ def run_snippet(page: Path, number: int, folder: Path) -> None:
     module = ModuleType("snippet")  # where dataclasses look for the types of their fields
     sys.modules[module.__name__] = module
     with ExitStack() as stack:
-        for context in frameworks():
+        stack.callback(os.chdir, os.getcwd())
+        os.chdir(folder)
+        for context in (mock.patch.dict(METHODS), *frameworks()):
             stack.enter_context(context)
         for line, snippet in snippets[:first]:
             imports = [node for node in ast.parse(snippet).body if isinstance(node, (ast.Import, ast.ImportFrom))]

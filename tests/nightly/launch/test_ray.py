@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.nightly.docs.test_docs import DOCS, snippets_of
 from tests.support.commands import environment, run_together
+from tests.support.docs_pages import DOCS, snippets_of
 from tests.support.harness import assert_raised, on_ranks
 from tests.support.lightning_models import make_strategy
 

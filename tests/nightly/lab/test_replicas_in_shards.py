@@ -1,4 +1,4 @@
-"""Benchmarks of replicas that FSDP2 shards: what they compare is HSDP, and memory is what tensors have."""
+"""Replicas that FSDP2 shards: what their plans and benchmarks compare is HSDP, and memory is what tensors have."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.lab.bench.memory import Memory
-from lightning_pipesync.lab.bench.models import build_model
+from lightning_pipesync.lab.bench.models import EMULATED, build_model
 from lightning_pipesync.lab.bench.replicas import ALONE, HSDP, device_mesh
 from lightning_pipesync.lab.bench.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.lab.bench.sharded import Sharded
-from tests.nightly.benchmarks.bench_runs import assert_pictures
+from lightning_pipesync.lab.plan.measure import measure_plan
+from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.replicas import Replicas
+from lightning_pipesync.lab.plan.report import as_markdown
+from lightning_pipesync.lab.plan.saved import of_result
+from tests.support.bench_runs import assert_pictures
 from tests.support.case_table import Outcomes, launch_cases
+from tests.support.harness import assert_raised, raised
 
 DEAR, PLAIN = "dear, 2 MiB", "local_sgd (period=2)"
 METHODS = ("dear", "local_sgd:period=2")
@@ -124,7 +132,6 @@ def test_a_bucket_without_memory_is_given_it_again() -> None:
     bucket = Bucket(tensors, num_shards=3)
     num_bytes = bucket.flat.untyped_storage().nbytes()
     bucket.take_memory()
-    bucket.pack(tensors)
     bucket.release_memory()
     assert bucket.flat.untyped_storage().nbytes() == 0
     bucket.take_memory()
@@ -147,3 +154,58 @@ def test_a_bucket_without_memory_is_given_it_again() -> None:
 def test_memory_refuses(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         Memory(**{"methods": METHODS, **settings})
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+BLOCKS, WIDTH = 3, 64
+
+
+def net(mesh: DeviceMesh) -> Any:
+    """What a user's function makes: blocks and a head, each a group of FSDP2's."""
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)]
+    module = nn.Sequential(*blocks, nn.Linear(WIDTH, 2))
+    for block in (*blocks, module):
+        fully_shard(block, mesh=mesh)
+    return module, torch.ones(4, WIDTH), lambda module, batch: module(batch).square().mean()
+
+
+def whole_net(mesh: DeviceMesh) -> Any:
+    return nn.Linear(2, 2), torch.ones(1, 2), lambda module, batch: module(batch).sum()
+
+
+def net_without_mesh() -> Any:
+    return whole_net(None)  # type: ignore[arg-type]
+
+
+def plan(model: str, rounds: int = 1) -> dict[str, Any]:
+    settings = PlanSettings(model, scale=1e-3, compute_ms=3.0, steps=1, rounds=rounds, ranks_per_replica=2)
+    return measure_plan(settings, lambda _: None)
+
+
+def test_a_plan_of_replicas_in_shards() -> None:
+    """Two replicas of two ranks: of the user's own model, of a network of the benchmarks; and what is refused."""
+    models = {name: f"{__name__}:{name}" for name in ("net", "whole_net", "net_without_mesh")}
+    cases: dict[Any, Any] = {name: partial(plan, model) for name, model in models.items()}
+    cases |= {"emulated": partial(plan, f"{EMULATED}alexnet", 0), "three": partial(raised, partial(Replicas.of, 3))}
+    found = launch_cases(cases, 4)
+    results = found["net"]
+    assert "error" not in results[0], results[0]["error"]
+    work, at, result = of_result(results[0])
+    assert work.num_bytes == 2 * (BLOCKS * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH + 2)
+    assert sorted(work.groups) == [2 * (2 * WIDTH + 2), *[2 * (WIDTH * WIDTH + WIDTH)] * BLOCKS]
+    assert (at.world_size, at.ranks_per_replica, at.torus, at.hsdp_overlaps) == (2, 2, None, False)
+    assert set(at.exchanges) == {"averages"}, "parameter servers refuse shards"
+    measured = {name.partition(":")[0] for name, outcome in result["measured"].items() if "seconds" in outcome}
+    assert {"hsdp", "dear"} < measured, result["measured"]
+    assert not measured & {"ddp", "ea_pipe", "parameter_server"}
+    assert all(one["predictions"] == result["predictions"] for one in results), "the same on all ranks"
+    assert "HSDP" in as_markdown(work, at, result)
+    work, _, result = of_result(found["emulated"][0])
+    assert len(work.groups) > 1
+    assert sum(work.groups) == work.num_bytes
+    assert {one["method"] for one in result["predictions"]} >= {"hsdp", "dear", "local_sgd"}
+    for case, words in (("whole_net", "is not sharded: with ranks_per"), ("net_without_mesh", "it takes no mesh")):
+        assert all(words in outcome["error"] for outcome in found[case])
+    for outcome in found["three"]:
+        assert_raised(outcome, "ValueError", "ranks_per_replica=3 does not divide 4 ranks")

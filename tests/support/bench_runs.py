@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from benchmarks import command
 from lightning_pipesync.cli import main
+from tests.support.commands import ROOT
 
-#: The classes of the commands in benchmarks/; the others are those of ``pipesync``.
-CLASSES = {
-    "batch_cost": "benchmarks.batch_cost:BatchCost",
-    "converge": "benchmarks.converge:Converge",
-    "ea_pipe_bound": "benchmarks.ea_pipe_bound:EAPipeBound",
-    "gossip": "benchmarks.gossip:Gossip",
-    "pipe_bound": "benchmarks.pipe_bound:PipeBound",
-    "large_batches": "benchmarks.large_batches:LargeBatches",
-    "pipeline": "benchmarks.pipeline:Pipeline",
-    "plan_accuracy": "benchmarks.plan_accuracy:Accuracy",
-    "scaling": "benchmarks.scaling:Scaling",
-    "sensitivity": "benchmarks.sensitivity:Sensitivity",
-    "stages": "benchmarks.stages:Stages",
-    "staleness": "benchmarks.staleness:Staleness",
-    "step": "benchmarks.step:Step",
-    "weight_density": "benchmarks.weight_density:WeightDensity",
+#: Where the class of each command in benchmarks/ is, by its name; the other commands are those of ``pipesync``.
+PLACES = {
+    path.stem: places[-1]
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if (places := re.findall(r'command\.main\("([\w.]+:\w+)"\)', path.read_text()))
 }
 
 
 def run_command(name: str, options: str) -> int:
     """Runs ``pipesync NAME OPTIONS``, or ``python -m benchmarks.NAME OPTIONS``; returns its exit status."""
-    if name in CLASSES:
-        return command.main(CLASSES[name], options.split())
+    if name in PLACES:
+        return command.main(PLACES[name], options.split())
     return main([*name.split(), *options.split()])
 
 

@@ -1,0 +1,100 @@
+"""Each benchmark runs once, with as little as it takes: it succeeds, and its report and its pictures are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.bench_runs import PLACES, assert_pictures, run_command
+
+#: By command, in benchmarks/ or of ``pipesync``: its options, words of its report, and the pictures that it draws.
+RUNS: dict[str, tuple[str, str, str]] = {
+    "bench collectives": ("--sizes_mib 0.01 0.1 --rounds 1", "ours: all_reduce", "collectives"),
+    "bench memory": (
+        "--model transformer --batch_size 1 --methods dear --steps 1 --hosts 4 --ranks_per_replica 2",
+        "HSDP",
+        "memory",
+    ),
+    "bench sharded": (
+        "--model emulated-alexnet --scale 0.001 --ratio 1 --methods dear --steps 1 --rounds 1 --hosts 4",
+        "HSDP",
+        "sharded",
+    ),
+    "batch_cost": ("--models cnn --workers 1 2 --rounds 1", "One worker with N times the mini-batch", "batch_cost"),
+    "bucket_search": ("--models resnet50 --searches random --seeds 0 --trials 4", "resnet50", "bucket_search"),
+    "codecs": ("--mib 0.1 --rounds 1", "int8", ""),
+    "collectives": ("--sizes_mib 0.01 0.1 --rounds 1", "ours: push + pull, central server", "collectives"),
+    "converge": (
+        "--compute 1ms --slow 1:50% --stalls 10%:1 --steps 4 --evaluations 2 --methods ddp parameter_server "
+        "parameter_server:policy=async selsync:delta=1",
+        "digits on 2 hosts, 1ms a step, host 1 at 50%, stalls 10%:1",
+        "converge errors_2 staleness_2",
+    ),
+    "ea_pipe_bound": ("--stages 2 --rounds 20 --trainings 1", "below the bound for every setting", "ea_pipe_bound"),
+    "goodput": (
+        "--replicas 2 --mib 0.01 --step_ms 20 --period 2 --checkpoint_steps 3 --kill_every_s 1.5 --duration_s 3",
+        "### 2 replicas, a kill each 1.5 s",
+        "goodput",
+    ),
+    "gossip": ("--replicas 4 --rounds 10 --repetitions 2", "ring", "gossip"),
+    "large_batches": ("--batch_sizes 32 64 --epochs 1 --seeds 0", "### Large mini-batches: digits", "large_batches"),
+    "overhead": ("--steps 3", "share of a plain step", ""),
+    "pipe_bound": ("--staleness 0 1 --steps 50 --trainings 1", "below the bound for every k and T", "pipe_bound"),
+    "pipeline": (
+        "--methods sgd weight_stashing ea_pipe:elastic_force=0.3 --model cnn --stages 3 --learning_rates 0.1 1e30 "
+        "--seeds 0 --batch_sizes 200 --epochs 1 --evaluations 1",
+        "diverged |",
+        "pipeline pipeline_by_rate",
+    ),
+    "plan_accuracy": ("--models emulated-alexnet --compute_ms 20 --ratio 0.002 --steps 1 --rounds 1", "off by", ""),
+    "scaling": ("--scale 0.002 --ratio 0.5 --steps 1 --rounds 1 --hosts 2", "| 0.5 | 2 |", "scaling"),
+    "selsync_overhead": ("--steps 10 --rounds 1", "window", ""),
+    "sensitivity": (
+        "--tasks digits --workers 2 --seeds 0 1 --epochs 1 --evaluations 3",
+        "The Hessian beside the gradient",
+        "sensitivity_density sensitivity_hessian sensitivity_change",
+    ),
+    "side_by_side": (
+        "--hosts 4 --methods 1f1b 1f1b:num_pipelines=2 --learning_rates 0.01 --epochs 1 --seeds 0",
+        "### digits on 4 ranks",
+        "side_by_side",
+    ),
+    "stages": (
+        "--methods ea_pipe ea_pipe:replicas=4 gpipe --stage_ms 3 --activation_mib 0.01 --steps 2 --rounds 1",
+        "| ea_pipe: replicas=4 |",
+        "stages",
+    ),
+    "staleness": (
+        "--policies sync async async:staleness_lr=distance --histograms async n_softsync:n=2 --learners 4 "
+        "--gradients 50 --passes 2 --evaluations 1 --batch_size 4 --hidden 4 --seeds 0 1 --target 95 --n_push 1 2 "
+        "--learning_rates 0.1 1e30",
+        "(2 diverged)",
+        "staleness_counts staleness_errors staleness_downpour",
+    ),
+    "step": (
+        "--scale 0.02 --ratio 4 --steps 1 --rounds 1 --bucket_mb 1 --methods ddp fsdp2_resharded dear:fusion=random "
+        "mg-wfbp pipe_sgd:pipeline_level=2 pipe_sgd:compression=int8 selsync:overlap=forward horovod-bo",
+        "sizes tried in",
+        "speedup scaling breakdown",
+    ),
+    "timeline": ("--scale 0.01 --bucket_mb 0.1 --methods ddp byte-scheduler", "byte-scheduler", "timeline"),
+    "weight_density": ("--hosts 2 --epochs 1 --seeds 0", "workers (Fig. 11)", "weight_density"),
+}
+#: Those that a launcher starts, or that other files run.
+ELSEWHERE = {"replicas"}
+
+
+def test_each_benchmark_is_run() -> None:
+    assert {*PLACES} - ELSEWHERE == {name for name in RUNS if not name.startswith("bench ")}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+    options, words, pictures = RUNS[name]
+    assert run_command(name, f"{options} --output {tmp_path}") == 0
+    reports = "".join(path.read_text() for path in tmp_path.glob("*.md"))
+    assert words in reports
+    assert list(tmp_path.glob("*.json"))
+    assert_pictures(tmp_path, *pictures.split())

@@ -1,0 +1,133 @@
+"""The models of the benchmarks: the paper's tensors, the time asked for, gradients as in a real backward."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import benchmarks.baselines.networks  # noqa: F401 - adds them to the models
+from lightning_pipesync.lab.bench.models import (
+    TABLES,
+    BenchModel,
+    build_model,
+)
+
+# DeAR Table I: layers, tensors; the exact number of values of which it gives millions, and GFLOP of a forward pass, are
+# those of timm 1.0 (its convolutions', norms' and classifier's, counted on the meta device) and of transformers.
+# AlexNet's are torchvision's.
+COUNTS = {
+    "alexnet": (8, 16, 61_100_840, 1.42837696),
+    "resnet50": (107, 161, 25_557_032, 8.20059648),
+    "densenet201": (402, 604, 20_013_928, 8.632142592),
+    "inceptionv4": (299, 449, 42_679_816, 12.259325184),
+    "bert-base": (105, 206, 110_106_428, None),
+    "bert-large": (201, 398, 336_226_108, None),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_table_counts_as_the_paper_does(name: str) -> None:
+    num_layers, num_tensors, numel, gflop = COUNTS[name]
+    table = TABLES[name]()
+    assert (table.name, len(table.layers), table.num_tensors, table.numel) == (name, num_layers, num_tensors, numel)
+    assert all(layer.forward_flops > 0 for layer in table.layers)
+    if gflop is not None:
+        assert table.forward_flops == round(gflop * 1e9)
+
+
+class Clock:
+    """Replaces the module ``time``: a sleep takes half as long again as it was asked to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 1.5 * seconds
+
+
+def test_an_emulated_model_has_the_tensors_and_takes_the_time_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With sleeps that are too long, and layers that compute besides; the last layer's gradients are ready first."""
+    clock = Clock()
+    monkeypatch.setattr("lightning_pipesync.lab.bench.models.emulated.time", clock)
+    forward, backward = 0.2, 0.4
+    model = build_model("emulated-resnet50", scale=1e-3, forward_seconds=forward, backward_seconds=backward)
+    parameters = dict(model.module.named_parameters())
+    shapes = [tensor.shape for layer in TABLES["resnet50"]().layers for tensor in layer.tensors]
+    assert [one.numel() for one in parameters.values()] == [max(1, round(1e-3 * math.prod(shape))) for shape in shapes]
+    ready: list[str] = []
+    for name, parameter in parameters.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name.rpartition(".")[0]))
+    for _ in range(5):
+        model.module.zero_grad()
+        begin = clock.now
+        loss = model.loss(model.module, model.make_batch(0))
+        between = clock.now
+        loss.backward()
+        assert between - begin == pytest.approx(forward, rel=0.05)
+        assert clock.now - between == pytest.approx(backward, rel=0.05)
+    assert ready == [name.rpartition(".")[0] for name in parameters][::-1] * 5
+
+
+def backward_once(model: BenchModel, rank: int = 0) -> torch.Tensor:
+    loss = model.loss(model.module, model.make_batch(rank))
+    loss.backward()
+    return loss
+
+
+def test_gradients_accumulate_and_are_not_copied() -> None:
+    model = build_model("emulated-bert-base", scale=1e-4)
+    for _ in range(3):
+        backward_once(model, rank=1)
+    assert all(bool((parameter.grad == 6).all()) for parameter in model.module.parameters())
+    places = [parameter.grad.data_ptr() for parameter in model.module.parameters()]
+    model.module.zero_grad()
+    backward_once(model, rank=1)
+    assert all(bool((parameter.grad == 2).all()) for parameter in model.module.parameters())
+    assert [parameter.grad.data_ptr() for parameter in model.module.parameters()] == places
+
+
+@pytest.mark.parametrize("name", ["transformer", "cnn", "resnet50", "bert-base", "emulated-resnet50"])
+def test_every_parameter_has_a_gradient(name: str) -> None:
+    if name in ("resnet50", "bert-base"):
+        pytest.importorskip("transformers")
+    settings: dict[str, Any] = {"scale": 1e-3} if name.startswith("emulated-") else {"batch_size": 2}
+    model = build_model(name, **settings)
+    loss = backward_once(model)
+    assert loss.shape == ()
+    assert all(parameter.grad is not None for parameter in model.module.parameters())
+    assert {id(layer) for layer in model.layers} <= {id(module) for module in model.module.modules()}
+    assert repr(model.make_batch(1)) == repr(model.make_batch(1))
+    assert repr(model.make_batch(1)) != repr(model.make_batch(2))
+
+
+def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="bert-base needs transformers: pip install"):
+        build_model("bert-base")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("emulated-resnet50", "scale", 0.0),
+        ("emulated-resnet50", "scale", float("nan")),
+        ("emulated-resnet50", "forward_seconds", -1.0),
+        ("emulated-resnet50", "backward_seconds", float("nan")),
+        ("emulated-resnet50", "batch_size", 8),  # of real models only
+        ("transformer", "batch_size", 0),
+        ("transformer", "scale", 0.5),  # of emulated models only
+        ("cnn", "backward_seconds", 1.0),
+    ],
+)
+def test_setting_out_of_range(name: str, setting: str, value: float) -> None:
+    with pytest.raises(ValueError, match=setting):
+        build_model(name, **{setting: value})  # type: ignore[arg-type]
