@@ -19,11 +19,11 @@ from lightning_pipesync.core.comm import ring
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.faults import heartbeat
+from lightning_pipesync.core.faults import failure, heartbeat
 from tests.support.case_table import launch_cases
 from tests.support.harness import raised
-from tests.support.lost_ranks import TIMEOUT_S, be_patient
-from tests.support.models import Run
+from tests.support.lost_ranks import TIMEOUT_S
+from tests.support.models import Run, assert_same
 
 #: Four, for a torus.
 RANKS = 4
@@ -48,21 +48,18 @@ def test_a_checksum_is_of_the_bits_wherever_they_are(dtype: torch.dtype, numel: 
             data[place] ^= 1 << bit
 
 
-def test_a_checksum_leaves_memory_that_can_be_freed() -> None:
-    """A buffer's memory is released between two steps, which torch refuses once NumPy has seen it."""
-    values = torch.ones(100)
-    checksum(values)
-    checksum(values[1:])
-    values.untyped_storage().resize_(0)
-
-
-def test_a_checksum_takes_nan_for_itself_and_tells_zeros_from_no_checksum() -> None:
+def test_a_checksum_of_special_values_and_of_memory_that_is_freed() -> None:
+    """NaN is itself, and zeros have a checksum, too; torch refuses to free memory that NumPy has seen."""
     nans = torch.full((9,), float("nan"))
     assert torch.equal(checksum(nans), checksum(nans.clone()))
     assert checksum(torch.zeros(8)).item() != 0
     assert not torch.equal(checksum(torch.zeros(8)), checksum(-torch.zeros(8)))
     matrix = torch.arange(12.0).view(3, 4)
     assert torch.equal(checksum(matrix.t()), checksum(matrix.t().contiguous()))
+    values = torch.ones(100)
+    checksum(values)
+    checksum(values[1:])
+    values.untyped_storage().resize_(0)
 
 
 def with_flipped_bit(tensor: Tensor) -> Tensor:
@@ -87,33 +84,13 @@ def flipping(owner: type, name: str, rank: int, least_bytes: int) -> Iterator[li
         yield flipped
 
 
-def all_to_all(transport: Transport) -> None:
-    transport.all_reduce(torch.ones(FEW)).wait()
-
-
-def in_ring(transport: Transport) -> None:
-    transport.all_gather(torch.ones(RANKS * ring.MIN_SLICE_BYTES)).wait()
-
-
-def adding_in_ring(transport: Transport) -> None:
-    transport.reduce_scatter(torch.ones(RANKS * ring.MIN_SLICE_BYTES)).wait()
-
-
-def encoded(transport: Transport) -> None:
-    transport.all_reduce(torch.ones(FEW), codec="int8").wait()
-
-
-def flags(transport: Transport) -> None:
-    transport.exchange_flags(3).wait()
-
-
-def broadcast(transport: Transport) -> None:
-    transport.broadcast(torch.full((FEW,), float(transport.rank)), src=SENDER).wait()
+def ones(numel: int = FEW) -> Tensor:
+    return torch.ones(numel)
 
 
 def tensor(transport: Transport) -> None:
     if transport.rank == SENDER:
-        transport.send(torch.ones(FEW), 2).wait()
+        transport.send(ones(), 2).wait()
     elif transport.rank == 2:
         transport.recv(torch.empty(FEW), SENDER).wait()
 
@@ -121,7 +98,7 @@ def tensor(transport: Transport) -> None:
 def channel(transport: Transport) -> None:
     if transport.rank == SENDER:
         sender = transport.channel_to(0, 0)
-        sender.send({"activations": torch.ones(FEW)})
+        sender.send({"activations": ones()})
         sender.finish()
     elif transport.rank == 0:
         receiver = transport.channel_from(SENDER, 0)
@@ -136,7 +113,7 @@ def mail(transport: Transport) -> None:
     mail = transport.mail()
     mail.start(lambda _, message: arrived.put(message), lambda _, error: arrived.put(error), lambda _: None)
     if transport.rank == SENDER:
-        mail.send(3, torch.ones(FEW))
+        mail.send(3, ones())
     elif transport.rank == 3:
         error = arrived.get(timeout=TIMEOUT_S)
         assert isinstance(error, RuntimeError), "it was delivered"
@@ -145,43 +122,59 @@ def mail(transport: Transport) -> None:
     transport.exchange_flags(0).wait()
 
 
-def state(transport: Transport) -> None:
-    transport.collect_states({"weights": torch.ones(FEW)})
-
-
-def objects(transport: Transport) -> None:
-    transport.gather_objects("what all ranks get" * FEW)
-
-
+IN_RING = RANKS * ring.MIN_SLICE_BYTES
 SENDING, EVERYWHERE = (Messages, "start_sending"), 1
 FLAT: dict[str, Any] = {}
 TORUS, TREE = {"topology": "torus2d"}, {"topology": "tree"}
 
+
+def all_to_all(transport: Transport) -> None:
+    transport.all_reduce(ones()).wait()
+
+
+def state(transport: Transport) -> None:
+    transport.collect_states({"weights": ones()})
+
+
 #: What is exchanged, of which transport, where the bit flips, and in a message of how many bytes at least.
-PATTERNS: dict[str, tuple[Callable[[Transport], None], dict[str, Any], tuple[type, str], int]] = {
+PATTERNS: dict[str, tuple[Callable[[Transport], Any], dict[str, Any], tuple[type, str], int]] = {
     "all-to-all": (all_to_all, FLAT, SENDING, 16),
     "a checksum": (all_to_all, FLAT, SENDING, 8),
-    "encoded": (encoded, FLAT, SENDING, EVERYWHERE),
-    "ring": (in_ring, FLAT, SENDING, ring.MIN_SLICE_BYTES),
-    "adding in a ring": (adding_in_ring, FLAT, SENDING, ring.MIN_SLICE_BYTES),
+    "encoded": (lambda transport: transport.all_reduce(ones(), codec="int8").wait(), FLAT, SENDING, EVERYWHERE),
+    "ring": (lambda transport: transport.all_gather(ones(IN_RING)).wait(), FLAT, SENDING, ring.MIN_SLICE_BYTES),
+    "adding": (lambda transport: transport.reduce_scatter(ones(IN_RING)).wait(), FLAT, SENDING, ring.MIN_SLICE_BYTES),
     "torus": (all_to_all, TORUS, SENDING, 16),
     "tree": (all_to_all, TREE, SENDING, 16),
-    "flags": (flags, FLAT, SENDING, EVERYWHERE),
-    "broadcast": (broadcast, FLAT, (Messages, "start_broadcast"), 16),
+    "flags": (lambda transport: transport.exchange_flags(3).wait(), FLAT, SENDING, EVERYWHERE),
+    "broadcast": (
+        lambda transport: transport.broadcast(ones() * transport.rank, src=SENDER).wait(),
+        FLAT,
+        (Messages, "start_broadcast"),
+        16,
+    ),
     "tensor": (tensor, FLAT, SENDING, EVERYWHERE),
     "channel": (channel, FLAT, SENDING, EVERYWHERE),
     "mail": (mail, FLAT, SENDING, 4 * FEW),
     "state": (state, FLAT, SENDING, 100),
     "header of a state": (state, FLAT, SENDING, 24),
-    "objects": (objects, FLAT, (Objects, "_gather"), 100),
+    "objects": (lambda transport: transport.gather_objects("what all get" * FEW), FLAT, (Objects, "_gather"), 100),
 }
+
+
+@contextmanager
+def frequent_beats() -> Iterator[None]:
+    """Context in which ranks learn of a fault soon, by their beats, and a busy rank does not count as silent."""
+    with (
+        patch.object(heartbeat, "INTERVAL", 0.1),
+        patch.object(heartbeat, "STORE_S", TIMEOUT_S),
+        patch.object(failure, "PATIENCE", 100),
+    ):
+        yield
 
 
 def exchange(pattern: str) -> tuple[list[int], tuple[str, str] | None]:
     """Exchanges on all ranks, and then flags, in which those wait that have got what they need."""
     run, settings, where, least_bytes = PATTERNS[pattern]
-    be_patient(beats=100)
-    transport = Transport(timeout_s=TIMEOUT_S, check_messages=True, **settings)
 
     def run_and_wait() -> None:
         try:
@@ -190,19 +183,15 @@ def exchange(pattern: str) -> tuple[list[int], tuple[str, str] | None]:
         finally:
             transport.close()
 
-    with flipping(*where, transport.rank, least_bytes) as flipped:
-        return flipped, raised(run_and_wait)
-
-
-def exchange_soon(pattern: str) -> tuple[list[int], tuple[str, str] | None]:
-    """As above; ranks learn of a fault by their beats, which are more frequent here."""
-    with patch.object(heartbeat, "INTERVAL", 0.1):
-        return exchange(pattern)
+    with frequent_beats():
+        transport = Transport(timeout_s=TIMEOUT_S, check_messages=True, **settings)
+        with flipping(*where, transport.rank, least_bytes) as flipped:
+            return flipped, raised(run_and_wait)
 
 
 def test_all_ranks_name_who_has_sent_what_was_damaged() -> None:
     """The neighbor in a ring, also of what it forwards; whatever the other ranks wait for."""
-    outcomes = launch_cases({pattern: partial(exchange_soon, pattern) for pattern in PATTERNS}, RANKS)
+    outcomes = launch_cases({pattern: partial(exchange, pattern) for pattern in PATTERNS}, RANKS)
     for pattern in PATTERNS:
         of_ranks = outcomes[pattern]
         assert of_ranks[SENDER][0], f"{pattern}: no bit was flipped"
@@ -221,19 +210,18 @@ def test_all_ranks_name_who_has_sent_what_was_damaged() -> None:
 
 def serve() -> tuple[list[int], tuple[str, str] | None]:
     """Trains with a server which goes on without a rank that is lost; a learner's push is damaged."""
-    be_patient(beats=100)
     settings: dict[str, Any] = {"policy": "k_async", "servers": 1, "on_lost_rank": "continue"}
-    run = Run(ParameterServer, check_messages=True, timeout_s=TIMEOUT_S, **settings)
 
-    def train() -> None:
+    def train(run: Run) -> None:
         try:
-            for i in range(1000):
-                run.step(i)
+            run.steps(range(1000))
         finally:
             run.sync.detach(timeout_s=1.0)
 
-    with patch.object(heartbeat, "INTERVAL", 0.1), flipping(*SENDING, run.sync.transport.rank, 300) as flipped:
-        return flipped, raised(train)
+    with frequent_beats():
+        run = Run(ParameterServer, check_messages=True, timeout_s=TIMEOUT_S, **settings)
+        with flipping(*SENDING, run.sync.transport.rank, 300) as flipped:
+            return flipped, raised(lambda: train(run))
 
 
 def test_what_was_damaged_ends_a_training_that_goes_on_without_who_is_lost() -> None:
@@ -249,20 +237,17 @@ def test_what_was_damaged_ends_a_training_that_goes_on_without_who_is_lost() -> 
 def train(check_messages: bool) -> dict[str, Any]:
     """Trains some steps; returns the weights, what the method says it has sent, and the bytes of each message."""
     run = Run(DeAR, check_messages=check_messages, timeout_s=TIMEOUT_S, bucket_mb=1e-4)
-    before, sizes, send = run.sync.transport.traffic.total_bytes_sent, list[int](), Messages.start_sending
+    traffic, sizes, send = run.sync.transport.traffic, list[int](), Messages.start_sending
+    before = traffic.total_bytes_sent
 
     def recorded(messages: Messages, tensor: Tensor, peer: int) -> Any:
         sizes.append(tensor.nbytes)
         return send(messages, tensor, peer)
 
     with patch.object(Messages, "start_sending", recorded):
-        for i in range(3):
-            run.step(i)
+        run.steps(range(3))
         run.sync.flush()
-    counted = run.sync.transport.traffic.total_bytes_sent - before
-    weights = [parameter.detach().clone() for parameter in run.model.parameters()]
-    run.sync.detach()
-    return {"weights": weights, "counted": counted, "sizes": sizes}
+    return {"counted": traffic.total_bytes_sent - before, "weights": run.end(), "sizes": sizes}
 
 
 def test_nothing_more_is_sent_without_checksums() -> None:
@@ -271,5 +256,4 @@ def test_nothing_more_is_sent_without_checksums() -> None:
         assert sum(without["sizes"]) == without["counted"] == checked["counted"]
         assert len(checked["sizes"]) == 2 * len(without["sizes"])
         assert sum(checked["sizes"]) == sum(without["sizes"]) + 8 * len(without["sizes"])
-        for plain, same in zip(without["weights"], checked["weights"], strict=True):
-            assert torch.equal(plain, same)
+        assert_same(checked["weights"], without["weights"])

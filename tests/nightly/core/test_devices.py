@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipesync import DeAR, EAPipe, LocalSGD, ParameterServer, PipeSGD, SelSync
+from lightning_pipesync import DeAR, LocalSGD, PipeSGD, SelSync
 from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.sync_method import SyncMethod
-from tests.streams import streams
 from tests.streams.device import cuda
 from tests.streams.streams import own_device
-from tests.support.case_table import Outcomes, launch_cases
+from tests.support.case_table import launch_cases
 from tests.support.harness import on_ranks
-from tests.support.models import OPTIMIZERS, loss, seeded_mlp
+from tests.support.models import OPTIMIZERS, Run, seeded_mlp
 
 SECOND = torch.device("cuda", 1)
 
@@ -52,83 +50,31 @@ class WaitsForTheDevice(TorchDispatchMode):
 
 
 def waits_by_step(make: Callable[..., SyncMethod], settings: dict[str, Any], clips: bool) -> list[int]:
-    model = seeded_mlp(batch_norm=True)
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = make(model, optimizer, **settings)
+    run = Run(make, model=seeded_mlp(batch_norm=True), **settings)
     waits = []
     for step in range(16):
         with WaitsForTheDevice() as counted:
-            optimizer.zero_grad()
-            loss(model, step, dist.get_rank()).backward()
+            run.backward(step)
             if clips:
-                sync.clip(1.0)
-            sync.step()
+                run.sync.clip(1.0)
+            run.sync.step()
         waits.append(counted.number)
-    sync.detach()
+    run.sync.detach()
     return waits[-4:]  # the first steps measure and observe
 
 
-def train_with_servers(num_steps: int) -> None:
-    model, x = seeded_mlp().to(own_device()), torch.ones(4, 6).to(own_device())
-    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.SGD([{"params": matrices}, {"params": others, "weight_decay": 0.1}], lr=0.1)
-    sync = ParameterServer(model, optimizer, policy="sync", servers=1)
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        sync.step()
-    sync.detach()
-
-
-def train_a_pipeline(num_steps: int) -> None:
-    model, x = seeded_mlp().to(own_device()), torch.ones(4, 6).to(own_device())
-    engine = EAPipe(model, None, partial(torch.optim.SGD, lr=0.1), split=(2,))
-    for _ in range(num_steps):
-        engine.feed(lambda: x, lambda output, part: output.square().mean())
-        if engine.backward():
-            engine.step()
-    engine.flush(engine.step)
-    engine.detach()
-
-
-def copies_and_waits(run: Callable[[int], None], num_steps: int) -> tuple[int, int, int]:
-    streams.host_waits.clear()
-    streams.num_copies_to_host = 0
-    with cuda():
-        run(num_steps)
-    training = streams.host_waits["MainThread"]
-    return streams.num_copies_to_host, training, streams.host_waits.total() - training
-
-
-def in_a_step(run: Callable[[int], None]) -> tuple[float, ...]:
-    few, many = copies_and_waits(run, 8), copies_and_waits(run, 16)
-    return tuple((after - before) / 8 for before, after in zip(few, many, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("run", "world_size", "of_ranks"),
-    [(train_with_servers, 3, [(2, 0, 4), (2, 0, 1), (2, 0, 1)]), (train_a_pipeline, 2, [(1, 0, 1), (1, 0, 1)])],
-)
-def test_copies_to_the_host_and_waits_for_them_in_a_step(
-    run: Callable[[int], None], world_size: int, of_ranks: list[tuple[int, int, int]]
-) -> None:
-    assert on_ranks(in_a_step, world_size, run) == of_ranks
-
-
-@cache
-def counted_waits() -> Outcomes:
-    cases = {
-        (name, clips): partial(waits_by_step, make, settings, clips)
-        for name, (make, settings, _) in WAITS.items()
-        for clips in (False, True)
-    }
-    return launch_cases(cases, 2)
-
-
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("name", WAITS)
-def test_how_often_the_host_waits_for_the_device_in_a_step(name: str, clips: bool) -> None:
-    assert counted_waits()[name, clips] == [[WAITS[name][2]] * 4] * 2
+def test_how_often_the_host_waits_for_the_device_in_a_step() -> None:
+    outcomes = launch_cases(
+        {
+            (name, clips): partial(waits_by_step, make, settings, clips)
+            for name, (make, settings, _) in WAITS.items()
+            for clips in (False, True)
+        },
+        2,
+    )
+    for name, (_, _, number) in WAITS.items():
+        for clips in (False, True):
+            assert outcomes[name, clips] == [[number] * 4] * 2, (name, clips)
 
 
 def test_the_random_state_is_that_of_the_device_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +126,11 @@ def warnings_of_attaching(backend: str) -> list[str]:
 
 
 def test_sync_batch_norm_over_nccl_is_named_on_rank_0() -> None:
-    [[message], others] = on_ranks(warnings_of_attaching, 2, "nccl")
+    """And none that no collective meets."""
+    outcomes = launch_cases({backend: partial(warnings_of_attaching, backend) for backend in ("nccl", "gloo")}, 2)
+    [[message], others] = outcomes["nccl"]
     assert "DeAR" in message
     assert "SyncBatchNorm (0.1, 1.1, 2.1 and 1 more)" in message
     assert others == []
-
-
-@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("nccl", 1)])
-def test_sync_batch_norm_that_no_collective_meets_is_not_named(backend: str, ranks: int) -> None:
-    assert on_ranks(warnings_of_attaching, ranks, backend) == [[]] * ranks
+    assert outcomes["gloo"] == [[], []]
+    assert on_ranks(warnings_of_attaching, 1, "nccl") == [[]]
