@@ -10,9 +10,13 @@ from tests.support.bench_runs import PLACES, assert_pictures, run_command
 
 #: By command, in benchmarks/ or of ``pipesync``: its options, words of its report, and the pictures that it draws.
 RUNS: dict[str, tuple[str, str, str]] = {
-    "bench collectives": ("--sizes_mib 0.01 0.1 --rounds 1", "ours: all_reduce", "collectives"),
+    "bench collectives": (
+        "--hosts 4 --sizes_mib 0.01 0.1 --codecs int8 --rounds 1 --topologies torus2d tree",
+        "ours on a tree: all_reduce, int8",
+        "collectives",
+    ),
     "bench memory": (
-        "--model transformer --batch_size 1 --methods dear --steps 1 --hosts 4 --ranks_per_replica 2",
+        "--model transformer --batch_size 1 --methods dear --steps 1 --hosts 4",
         "HSDP",
         "memory",
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,9 @@ import torch
 from torch import nn
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.bench.models.classifiers import alexnet, resnet, vgg
 from lightning_pipesync.lab.bench.tasks import READ_TASKS, RECIPES, build_task
 from tests.support.bench_runs import result_of
-from tests.support.tiny_data_sets import CLASSES, LINE, WRITERS, write_cifar10, write_imagenet
-
-
-@pytest.mark.parametrize(
-    ("build", "number"),
-    [
-        (partial(resnet, 101), 44_549_160),
-        (partial(resnet, 50), 25_557_032),
-        (partial(resnet, 34), 21_797_672),
-        (partial(vgg, 11), 132_863_336),
-        (partial(vgg, 16), 138_357_544),
-        (alexnet, 61_100_840),
-    ],
-)
-def test_networks_have_the_published_number_of_parameters(build: Any, number: int) -> None:
-    """With 1,000 classes, as torchvision lists them."""
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in build(1000).parameters()) == number
+from tests.support.tiny_data_sets import LINE, WRITERS, write_cifar10
 
 
 def rates_of(task: str, model: str, steps: int) -> list[float]:
@@ -103,23 +84,6 @@ def test_cifar10_is_read(tmp_path: Path) -> None:
     parts = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     sample = (task.train_set[5][0] * deviation.view(3, 1, 1) + mean.view(3, 1, 1)) * 255
     assert any(torch.allclose(sample, one.float(), atol=1e-3) for part in parts for one in (part, part.flip(2)))
-
-
-def test_images_are_read_when_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their labels are known before, which non-IID data need."""
-    write_imagenet(tmp_path)
-    damaged = tmp_path / "train" / CLASSES[1] / f"{CLASSES[1]}_0.JPEG"
-    damaged.write_bytes(b"no image")
-    task = build_task("imagenet", data=tmp_path)
-    assert task.labels is not None
-    assert task.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(ValueError, match=rf"{damaged.name} is damaged, or of another format .* train/CLASS/IMAGE"):
-        task.train_set[2]
-    image, label = task.train_set[3]
-    assert (image.shape, label) == ((3, 224, 224), 1)
-    grey = image * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) + torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-    assert torch.allclose(grey[0], grey[2], atol=1e-6), "an image without colors has three channels, too"
-    assert not torch.equal(image, task.train_set[3][0])
 
 
 def test_wikitext_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``pipesync bench``: collectives with their limits, timelines in the order of the methods, and under a launcher."""
+"""``pipesync bench``: timelines in the order of the methods, and what a launcher has started."""
 
 from __future__ import annotations
 
@@ -7,53 +7,12 @@ from contextlib import redirect_stdout
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.collectives import Collectives
 from lightning_pipesync.cli import main
-from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.collectives import tables_of
 from tests.support.bench_runs import assert_pictures, result_of
 from tests.support.harness import on_ranks
-
-
-def collectives() -> tuple[float, dict[str, Any]]:
-    progress: list[str] = []
-    result = Collectives(sizes_mib=(0.01, 0.1, 1.0), codecs=("bf16",), rounds=2).measure(progress.append)
-    assert progress == ["0.01 MiB", "0.1 MiB", "1 MiB"]
-    return measure_bandwidth(MIB, rounds=1), result
-
-
-def test_collectives() -> None:
-    for bandwidth, result in on_ranks(collectives, 2):
-        assert bandwidth > 0
-        assert len(result["rows"]) == 3 * 10
-        limits = {row["operation"]: row["limit"] for row in result["rows"]}
-        assert limits["all_reduce"] == pytest.approx(2 * limits["all_gather"])
-        assert limits["all_gather"] == pytest.approx(MIB / 2 / result["bandwidth"], rel=0.01)
-        assert limits["push + pull, central server"] == pytest.approx(2 * limits["all_reduce"])
-        assert limits["push + pull, servers on all ranks"] == limits["all_reduce"]
-        assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in result["rows"])
-        fits = {(fit["implementation"], fit["operation"]) for fit in result["fits"]}
-        assert fits >= {("ours", "all_reduce"), ("gloo", "all_reduce")}
-        assert not any("push" in operation for _, operation in fits)
-        text = tables_of(result)
-        assert text.count("ours: push + pull, central server") == 3, "time, processor time and prediction"
-        assert text.count("gloo: all_gather") == 3, "time, processor time and fit"
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_collectives_on_a_torus_and_a_tree(tmp_path: Path) -> None:
-    options = "--hosts 4 --sizes_mib 0.01 0.1 --codecs int8 --rounds 1 --topologies torus2d tree"
-    result = result_of("bench collectives", options, tmp_path)
-    assert result["world_size"] == 4
-    assert {fit["implementation"] for fit in result["fits"]} == {"ours", "gloo"}, "others have other messages"
-    assert result["environment"]["versions"]["torch"]
-    for name in ("ours", "ours on a torus2d", "ours on a tree"):
-        assert f"{name}: all_reduce, int8" in (tmp_path / "collectives.md").read_text()
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -94,3 +94,6 @@ def test_a_method_in_a_module_of_the_user_is_timed_and_planned(user_folder: Path
     [result] = json.loads((user_folder / "step.json").read_text())["results"]
     assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "of_user"]
     assert "      of_user" in (user_folder / "plan.md").read_text()
+    [result] = json.loads((user_folder / "plan.json").read_text())["results"]
+    run = {name.partition(":")[0] for name, measured in result["measured"].items() if "seconds" in measured}
+    assert {"ddp", "dear"} < run, result["measured"]

@@ -247,15 +247,6 @@ def test_a_forwarder_that_ends_ends_the_job(nothing_left: None) -> None:
     assert forwarder.poll() == -signal.SIGKILL
 
 
-@needs_tun
-def test_a_forwarder_that_cannot_start_is_told_and_all_is_undone(
-    nothing_left: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_pipesync.lab.netlab.kernel.INTERFACE", "no/name")
-    with pytest.raises(RuntimeError, match="does not start: /dev/net/tun: Invalid argument"), Network(2, delay="1ms"):
-        pass
-
-
 def forwarders_of(process: int) -> list[int]:
     """Programs that a process has started, which forward packets for its hosts."""
     found = []

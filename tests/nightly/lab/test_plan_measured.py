@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.layer_limits import LayerTimes
-from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench import job_sockets
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
@@ -35,10 +33,7 @@ from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
 from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns
 from lightning_pipesync.lab.plan.work import measure_work
-from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.gradients.low_rank import LowRankBucket, LowRankGradients, P, Q
-from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent
-from lightning_pipesync.methods.laboratory import Prediction, StandIn
+from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.methods.local_sgd.lab import OUTER
 from lightning_pipesync.training.registry import METHODS
 from tests.quick.lab.test_plan import PROFILE, WORK, cluster, small_model
@@ -58,22 +53,6 @@ def free_cluster(world_size: int = 2, bandwidth: float = 1e9) -> Cluster:
     return Cluster(world_size, bandwidth, BackendCost(0.0, 0.0), link, {"none": link})
 
 
-@pytest.mark.parametrize(
-    ("large", "added"), [([0.002, 0.003, 0.01], 0.002), ([0.004, 0.006, 0.008], 0.002 + 0.004 * 100)]
-)
-def test_noise_is_not_multiplied(large: list[float], added: float) -> None:
-    """Of a stand-in with a hundredth of the values: what it takes longer counts if it is more than rounds differ by."""
-    module, values = nn.Linear(2**14, 100), 2**14 * 100 + 100
-
-    def measure(module: nn.Module, scale: float, declared: dict[str, StandIn], _: Replicas) -> dict[str, list[float]]:
-        return {name: [0.001, 0.002, 0.003] if scale == 0 else large for name in declared}
-
-    with patch.multiple(stand_ins, _measure=measure, MOST_BYTES=4 * values // 100, MOST_SECONDS=1e9):
-        found = measure_added(module, WORK, free_cluster(bandwidth=1e5))
-        assert "ea_pipe" not in found, "of which none is planned"
-        assert found["local_sgd"] == pytest.approx(added, rel=1e-3)
-
-
 def test_a_wait_after_the_last_gradient_is_no_computation() -> None:
     """As in DDP, whose backward pass ends when the others' gradients have come."""
     module = nn.Linear(2, 2)
@@ -91,19 +70,6 @@ def test_a_wait_after_the_last_gradient_is_no_computation() -> None:
     assert recorder.num_steps == 3
     recorder.begin_forward()
     assert not recorder.end()  # a batch that is accumulated
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(64, 48), (16, 4, 4, 4), (8, 8), (128,)])
-def test_bytes_of_factors_are_those_that_are_sent(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor, generator = torch.zeros(shape, dtype=dtype), torch.Generator().manual_seed(0)
-    parameters, settings = [NamedParameter("weight", tensor, "", (0, 0))], DeARConfig(low_rank=4)
-    bucket = LowRankBucket(LowRankGradients(parameters, settings), [tensor], num_shards=1)
-    for side in (P, Q, P):
-        gradient = torch.randn(shape, generator=generator).to(dtype)
-        sent = bucket.start(0, [gradient], [True]).nbytes
-        bucket.finish(0, [gradient])
-        assert bytes_sent(LayerTimes(0.0, 0.0, tensor.nbytes, shape), 4, side) == sent
 
 
 # --- on two ranks -----------------------------------------------------------------------------------------------------

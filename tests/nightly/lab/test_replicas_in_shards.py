@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -26,12 +24,11 @@ from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result
-from tests.support.bench_runs import assert_pictures
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_raised, raised
+from tests.support.harness import assert_raised, launch, raised
 
-DEAR, PLAIN = "dear, 2 MiB", "local_sgd (period=2)"
 METHODS = ("dear", "local_sgd:period=2")
+BLOCKS, WIDTH = 3, 64
 
 
 def trained() -> dict[str, list[Tensor]]:
@@ -47,23 +44,6 @@ def trained() -> dict[str, list[Tensor]]:
     return weights
 
 
-def timed(folder: Path) -> str:
-    settings: dict[str, Any] = {"methods": METHODS, "ratio": (1.0, 2.0), "scale": 0.01, "steps": 1, "rounds": 2}
-    benchmark = Sharded(model="emulated-alexnet", output=folder, **settings)
-    told: list[str] = []
-    result = benchmark.measure(told.append)
-    assert len(told) == benchmark.num_measurements
-    return benchmark.write([result]) if dist.get_rank() == 0 else ""
-
-
-def memory(folder: Path) -> tuple[dict[str, Any], str]:
-    benchmark = Memory(model="transformer", batch_size=1, methods=METHODS, steps=1, output=folder)
-    told: list[str] = []
-    result = benchmark.measure(told.append)
-    assert told == list(result["memory"])
-    return result, benchmark.write([result]) if dist.get_rank() == 0 else ""
-
-
 def of_tensors() -> tuple[int, int]:
     """Returns what is used more with a tensor of 16 MiB, and the most, with another one of 32 MiB."""
     map_tensors()
@@ -75,56 +55,6 @@ def of_tensors() -> tuple[int, int]:
     used = present_bytes() - before, peak_bytes() - before
     assert kept.nbytes == 16 * MIB
     return used
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("replicas")
-    cases: dict[str, Any] = {"trained": trained, "timed": partial(timed, folder)}
-    if sys.platform == "linux":
-        cases |= {"tensors": of_tensors, "memory": partial(memory, folder)}
-    return launch_cases({**cases, "folder": partial(str, folder)}, 4)
-
-
-def test_hsdp_with_overlap_trains_what_hsdp_does(runs: Outcomes) -> None:
-    for weights in runs["trained"]:
-        hsdp = weights.pop(HSDP)
-        alone = weights.pop(ALONE)
-        assert len(weights) == 2
-        assert not all(map(torch.equal, hsdp, alone))
-        for name, values in weights.items():
-            assert all(map(torch.equal, values, hsdp)), name
-
-
-def test_sharded_compares_with_hsdp(runs: Outcomes) -> None:
-    text = runs["timed"][0]
-    assert len(re.findall("### 2 replicas of 2 ranks", text)) == 2
-    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
-    assert rows[2:7] == [ALONE, HSDP, "HSDP with overlap, 2 MiB", DEAR, PLAIN]
-    assert_pictures(Path(runs["folder"][0]), "sharded")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the memory of a process")
-def test_memory_of_a_rank(runs: Outcomes) -> None:
-    results, texts = zip(*runs["memory"], strict=True)
-    assert all(result["memory"] == results[0]["memory"] for result in results)
-    assert_pictures(Path(runs["folder"][0]), "memory")
-    assert DEAR in texts[0]
-    used, numel = results[0]["memory"], results[0]["shard_numel"]
-    assert numel == sum(p.numel() for p in build_model("transformer").module.parameters()) // 2
-    between, peak = used[HSDP]
-    assert 16 * numel <= between < 18 * numel, "weights, gradients, and the state of AdamW"
-    assert 24 * numel <= peak, "and the whole gathered weights"
-    assert used[DEAR][1] <= 1.1 * peak, "buckets have no memory while the weights are gathered"
-    assert used[PLAIN][0] < between + 3 * numel, "nor those of averages between them: what is received has half as much"
-    assert used[PLAIN][1] <= 1.1 * peak
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the memory of a process")
-def test_resident_memory_is_that_of_tensors(runs: Outcomes) -> None:
-    for used, peak in runs["tensors"]:
-        assert abs(used - 16 * MIB) < MIB
-        assert abs(peak - 48 * MIB) < MIB
 
 
 def test_a_bucket_without_memory_is_given_it_again() -> None:
@@ -156,11 +86,6 @@ def test_memory_refuses(settings: dict[str, Any], words: list[str]) -> None:
         Memory(**{"methods": METHODS, **settings})
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-BLOCKS, WIDTH = 3, 64
-
-
 def net(mesh: DeviceMesh) -> Any:
     """What a user's function makes: blocks and a head, each a group of FSDP2's."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)]
@@ -183,13 +108,52 @@ def plan(model: str, rounds: int = 1) -> dict[str, Any]:
     return measure_plan(settings, lambda _: None)
 
 
-def test_a_plan_of_replicas_in_shards() -> None:
-    """Two replicas of two ranks: of the user's own model, of a network of the benchmarks; and what is refused."""
-    models = {name: f"{__name__}:{name}" for name in ("net", "whole_net", "net_without_mesh")}
-    cases: dict[Any, Any] = {name: partial(plan, model) for name, model in models.items()}
+def memory() -> dict[str, Any]:
+    return Memory(model="transformer", batch_size=1, methods=METHODS, steps=1).measure(lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Outcomes:
+    """On new ranks, whose memory nobody has used."""
+    cases: dict[Any, Any] = {name: partial(plan, f"{__name__}:{name}") for name in ("net", "whole_net")}
+    cases |= {"no mesh": partial(plan, f"{__name__}:net_without_mesh"), "trained": trained}
     cases |= {"emulated": partial(plan, f"{EMULATED}alexnet", 0), "three": partial(raised, partial(Replicas.of, 3))}
-    found = launch_cases(cases, 4)
-    results = found["net"]
+    if sys.platform == "linux":  # which counts the memory of a process
+        cases = {"tensors": of_tensors, "memory": memory, **cases}
+    return launch_cases(cases, 4, launch=launch)
+
+
+def test_hsdp_with_overlap_trains_what_hsdp_does(runs: Outcomes) -> None:
+    for weights in runs["trained"]:
+        hsdp = weights.pop(HSDP)
+        alone = weights.pop(ALONE)
+        assert len(weights) == 2
+        assert not all(map(torch.equal, hsdp, alone))
+        for name, values in weights.items():
+            assert all(map(torch.equal, values, hsdp)), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the memory of a process")
+def test_memory_of_a_rank_is_that_of_its_tensors(runs: Outcomes) -> None:
+    for present, most in runs["tensors"]:
+        assert abs(present - 16 * MIB) < MIB
+        assert abs(most - 48 * MIB) < MIB
+    results = runs["memory"]
+    assert all(result["memory"] == results[0]["memory"] for result in results)
+    used, numel = results[0]["memory"], results[0]["shard_numel"]
+    assert numel == sum(p.numel() for p in build_model("transformer").module.parameters()) // 2
+    between, peak = used[HSDP]
+    assert 16 * numel <= between < 18 * numel, "weights, gradients, and the state of AdamW"
+    assert 24 * numel <= peak, "and the whole gathered weights"
+    assert used["dear, 2 MiB"][1] <= 1.1 * peak, "buckets have no memory while the weights are gathered"
+    averages = used["local_sgd (period=2)"]
+    assert averages[0] < between + 3 * numel, "nor those of averages between them: what is received has half as much"
+    assert averages[1] <= 1.1 * peak
+
+
+def test_a_plan_of_replicas_in_shards(runs: Outcomes) -> None:
+    """Two replicas of two ranks: of the user's own model, of a network of the benchmarks; and what is refused."""
+    results = runs["net"]
     assert "error" not in results[0], results[0]["error"]
     work, at, result = of_result(results[0])
     assert work.num_bytes == 2 * (BLOCKS * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH + 2)
@@ -201,11 +165,10 @@ def test_a_plan_of_replicas_in_shards() -> None:
     assert not measured & {"ddp", "ea_pipe", "parameter_server"}
     assert all(one["predictions"] == result["predictions"] for one in results), "the same on all ranks"
     assert "HSDP" in as_markdown(work, at, result)
-    work, _, result = of_result(found["emulated"][0])
-    assert len(work.groups) > 1
+    work, _, result = of_result(runs["emulated"][0])
     assert sum(work.groups) == work.num_bytes
     assert {one["method"] for one in result["predictions"]} >= {"hsdp", "dear", "local_sgd"}
-    for case, words in (("whole_net", "is not sharded: with ranks_per"), ("net_without_mesh", "it takes no mesh")):
-        assert all(words in outcome["error"] for outcome in found[case])
-    for outcome in found["three"]:
+    for case, words in (("whole_net", "is not sharded: with ranks_per"), ("no mesh", "it takes no mesh")):
+        assert all(words in outcome["error"] for outcome in runs[case])
+    for outcome in runs["three"]:
         assert_raised(outcome, "ValueError", "ranks_per_replica=3 does not divide 4 ranks")
