@@ -42,25 +42,23 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
     },
 }
 
-#: Former subcommands of ``bench``, each with the module in the repository's folder ``benchmarks`` that replaces it.
-MOVED = {"stages": "stages", "pipeline": "pipeline", "plan": "plan_accuracy"}
-#: Former options and values of subcommands, which only the benchmark of the same name in that folder takes now.
-_PAPERS = frozenset({"serial", "wfbp", "mg-wfbp", "horovod", "horovod-bo", "byte-scheduler", "ps"})
-_PAPERS |= {"emulated-densenet201", "emulated-inceptionv4"}
-MOVED_TASKS = ("mnist1d", "signals", "tiny_llama")
-MOVED_WORDS = {
-    "converge": frozenset({"--compute", "--slow", "--stalls", *MOVED_TASKS}),
-    "step": _PAPERS,
-    "timeline": _PAPERS,
-}
-
 #: The extra that each subcommand needs.
 EXTRAS = {"launch": "torchft", "lighthouse": "torchft"}
 EXTRAS |= {"plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"}
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
-TASKS_WITHOUT_SKLEARN = (*MOVED_TASKS, "topics", "words", "cifar10", "cifar100", "imagenet", "wikitext")
+TASKS_WITHOUT_SKLEARN = (
+    "mnist1d",
+    "signals",
+    "tiny_llama",
+    "topics",
+    "words",
+    "cifar10",
+    "cifar100",
+    "imagenet",
+    "wikitext",
+)
 
 #: The end of the help, about the option that comes before a subcommand.
 EPILOG = (
@@ -166,7 +164,6 @@ def _imported(components: Any) -> dict[str, Any]:
 
 def _check_subcommand(words: Sequence[str]) -> None:
     """Raises ValueError if a subcommand does not exist; its message names one with a similar name."""
-    _check_moved(words)
     known: Any = SUBCOMMANDS
     for depth, word in enumerate(words):
         if not isinstance(known, dict) or word.startswith("-"):
@@ -177,22 +174,6 @@ def _check_subcommand(words: Sequence[str]) -> None:
             hint = f" Did you mean {' '.join(['pipesync', *words[:depth], *close])}?" if close else ""
             raise ValueError(f"There is no subcommand {word!r}.{hint} There are {', '.join(names)}.")
         known = known[word]
-
-
-def _check_moved(words: Sequence[str]) -> None:
-    """Raises ValueError for what ``pipesync bench`` did in former versions, and names the command that does it now."""
-    if len(words) < 2 or words[0] != "bench":
-        return
-    name, given = words[1], {part for word in words[2:] for part in word.split("=")}
-    if name in MOVED:
-        raise ValueError(
-            f"bench {name} is now python -m benchmarks.{MOVED[name]}, to run in a checkout of lightning-pipesync."
-        )
-    for word in sorted(given & MOVED_WORDS.get(name, frozenset())):
-        raise ValueError(
-            f"bench {name} without {word}, or python -m benchmarks.{name} in a checkout of lightning-pipesync, "
-            "which has the papers' experiments."
-        )
 
 
 def check_packages(words: Sequence[str], command: str = "") -> None:

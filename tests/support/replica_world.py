@@ -22,6 +22,9 @@ from lightning_pipesync.core.faults.lighthouse import Member, Quorum, Standing
 from lightning_pipesync.methods.replicas import membership, sections
 from lightning_pipesync.methods.replicas.sections import Sections
 
+#: What may befall a process.
+EVENTS = ("dies", "freezes", "comes", "dies and comes", "leaves")
+
 
 class Killed(BaseException):
     """Ends the thread of a process that dies."""
@@ -296,9 +299,17 @@ class World:
     """
 
     def __init__(
-        self, seed: int, num_replicas: int, num_rounds: int, faults: int, unasked: int = 0, late: bool = False
+        self,
+        seed: int,
+        num_replicas: int,
+        num_rounds: int,
+        faults: int = 0,
+        unasked: int = 0,
+        late: bool = False,
+        at: tuple[int, str] | None = None,
     ) -> None:
         self.random, self.num_rounds, self.faults = random.Random(seed), num_rounds, faults
+        self.turns, self.at = 0, at  # turns so far; the one at which something befalls a process, and what
         self.late = late  # whether signs of life may be late
         self.unasked = unasked  # who takes part is asked in each section, or in one of so many
         self.num_replicas = num_replicas
@@ -384,9 +395,12 @@ class World:
 
     def _step(self) -> bool:
         """Has a random process go on, or something befall one; returns whether some are left."""
+        self.turns += 1
+        if self.at is not None and self.turns == self.at[0]:
+            self._befall(self.at[1])
         if self.faults and not self.survivor.left and self.random.random() < 0.015:
             self.faults -= 1
-            self._befall()
+            self._befall(self.random.choice(EVENTS))
         live = [each for each in self.processes if not each.outcome]
         if not live:
             return False
@@ -405,12 +419,11 @@ class World:
         self.turn.acquire()
         return True
 
-    def _befall(self) -> None:
+    def _befall(self, what: str) -> None:
         if self.late and self.random.random() < 0.5:
             self.random.choice([each for each in self.processes if each.lives]).late = True
             return
         others = [each for each in self.processes if each.lives and each is not self.survivor and not each.frozen]
-        what = self.random.choice(["dies", "freezes", "comes", "dies and comes", "leaves"])
         if others and what == "leaves":
             self.random.choice(others).told = True
         elif others and what != "comes":

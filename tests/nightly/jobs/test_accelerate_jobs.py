@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
@@ -24,35 +22,23 @@ from lightning_pipesync.accelerate.joining import HandedOver
 from tests.references.elastic_data import Data, seen
 from tests.references.lost_rank import simulate
 from tests.references.selsync import average
-from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import DIED, assert_raised, raised
 from tests.support.models import OPTIMIZERS, Counter, assert_same, loss, seeded_mlp, state
-from tests.support.replica_jobs import (
-    DIES,
-    TIMEOUT_S,
-    WAITS,
-    as_replica,
-    dies_and_comes_back,
-    launch_replicas,
-    lighthouse,
-)
+from tests.support.replica_jobs import DIES, TIMEOUT_S, WAITS, dies_and_comes_back, launch_replicas
 
-PERIOD, EPOCHS = 2, 2
-DATA = Data(60, 4)
-#: The step before which the first replica dies, and that before which the others wait until it has started again.
+PERIOD, EPOCHS, DATA = 2, 2, Data(60, 4)
 #: The step after which a checkpoint is saved, within a round and an epoch, which has eight.
 SAVED = 11
-SETTINGS: dict[str, Any] = {"period": PERIOD, "timeout_s": TIMEOUT_S}
 
 
-def accelerator_of(**kwargs: Any) -> PipeSyncAccelerator:
-    loaders = DataLoaderConfiguration(data_seed=7, **kwargs.pop("loaders", {}))
-    settings = {**SETTINGS, **kwargs.pop("settings", {})}
-    return PipeSyncAccelerator(PipeSyncPlugin("local_sgd", **settings), dataloader_config=loaders, **kwargs)
+def accelerator_of(loaders: dict[str, Any] | None = None, accumulates: int = 1, **settings: Any) -> PipeSyncAccelerator:
+    plugin = PipeSyncPlugin("local_sgd", **{"period": PERIOD, "timeout_s": TIMEOUT_S, **settings})
+    data = DataLoaderConfiguration(data_seed=7, **(loaders or {}))
+    return PipeSyncAccelerator(plugin, dataloader_config=data, gradient_accumulation_steps=accumulates)
 
 
-def numbers(data: Data = DATA, **settings: Any) -> DataLoader[int]:
-    return DataLoader(range(data.size), data.batch_size, shuffle=True, **settings)  # type: ignore[arg-type]
+def numbers() -> DataLoader[int]:
+    return DataLoader(range(DATA.size), DATA.batch_size, shuffle=True)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -60,26 +46,26 @@ class Training:
     """A training of a job's, of which `batches` has (epoch, batch) of each step."""
 
     rank: int
-    accelerator: PipeSyncAccelerator
     accumulates: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
     before_step: Callable[[int], object] = lambda _: None
     after_step: Callable[[int], object] = lambda _: None
     batches: list[tuple[int, list[int]]] = field(default_factory=list)
 
-    def prepare(self) -> None:
-        accelerator, self.counter = self.accelerator, Counter()
-        self.model = seeded_mlp(self.rank)
+    def __post_init__(self) -> None:
+        accelerator = self.accelerator = accelerator_of(accumulates=self.accumulates, **self.settings)
+        self.counter, self.model = Counter(), seeded_mlp(self.rank)
         optimizer = OPTIMIZERS["sgd"](self.model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         accelerator.register_for_checkpointing(self.counter)
-        self.train_loader = accelerator.prepare_train_loader(numbers())  # before or after the model
+        self.loader = accelerator.prepare_train_loader(numbers())  # before or after the model
         self.network, self.optimizer, self.scheduler = accelerator.prepare(self.model, optimizer, scheduler)
 
     def run(self, epochs: int = EPOCHS) -> None:
         """Trains for the rest of the epochs: the others' steps are counted, too."""
         accelerator = self.accelerator
-        for epoch in range(self.train_loader.epoch, epochs):
-            for batch in self.train_loader:
+        for epoch in range(self.loader.epoch, epochs):
+            for batch in self.loader:
                 self.before_step(self.counter.steps)
                 self.batches.append((epoch, batch.tolist()))
                 number = len(self.batches) - 1 if self.accumulates > 1 else self.counter.steps
@@ -92,27 +78,19 @@ class Training:
                 self.after_step(self.counter.steps)
 
 
-# --- one dies, and comes back -----------------------------------------------------------------------------------------
-
-
 def train(rank: int, directory: Path) -> dict[str, Any]:
     """Trains as the job ``rank``; the last one is job 0, when it comes back."""
     comes_back = rank == 3
     rank, before_step = dies_and_comes_back(rank, 0, 3, directory)
-    training = Training(rank, accelerator_of(), before_step=before_step)
-    training.prepare()
+    training = Training(rank, before_step=before_step)
     if comes_back:
         (directory / "started").touch()  # it is alive, so that the others wait for it in their next round
     training.run()
     own = state(training.model)
     training.accelerator.end()
-    return {
-        "own": own,
-        "agreed": state(training.model),
-        "seen": training.batches,
-        "steps": training.counter.steps,
-        "scheduled": training.scheduler.scheduler.last_epoch,
-    }
+    counted = {"steps": training.counter.steps, "scheduled": training.scheduler.scheduler.last_epoch}
+    training.accelerator.free_memory()
+    return {"own": own, "agreed": state(training.model), "seen": training.batches, **counted}
 
 
 def test_the_first_dies_and_comes_back(tmp_path: Path) -> None:
@@ -122,16 +100,8 @@ def test_the_first_dies_and_comes_back(tmp_path: Path) -> None:
     came, lost = steps - len(again["seen"]), DIES + 1
     assert came > WAITS
     expected = seen(DATA, {0: "012", lost: "12", came: "012"}, EPOCHS)
-    replicas = simulate(
-        seeded_mlp(),
-        OPTIMIZERS["sgd"],
-        loss,
-        world_size=3,
-        num_steps=steps,
-        period=PERIOD,
-        lost={0: lost},
-        back={0: came},
-    )
+    settings: dict[str, Any] = {"world_size": 3, "num_steps": steps, "period": PERIOD}
+    replicas = simulate(seeded_mlp(), OPTIMIZERS["sgd"], loss, lost={0: lost}, back={0: came}, **settings)
     for rank, outcome in enumerate((again, *others)):
         assert outcome["seen"] == (expected[str(rank)][lost:] if rank == 0 else expected[str(rank)])
         assert outcome["steps"] == outcome["scheduled"] == steps
@@ -141,20 +111,17 @@ def test_the_first_dies_and_comes_back(tmp_path: Path) -> None:
         assert_same(outcome["agreed"], state(replicas[rank]), rank)
 
 
-# --- what jobs do that stay -------------------------------------------------------------------------------------------
-
-
 def in_plain_loop(rank: int) -> tuple[list[tuple[int, list[int]]], dict[str, Tensor]]:
     """Accumulates the gradients of two batches, and ends within a round."""
     model = seeded_mlp(rank)
     optimizer = OPTIMIZERS["sgd"](model)
-    sync, batches = LocalSGD(model, optimizer, **{**SETTINGS, "period": 3}), []
-    train_loader = sync.prepare_train_loader(numbers(), seed=7)
+    sync, batches = LocalSGD(model, optimizer, period=3, timeout_s=TIMEOUT_S), []
+    loader = sync.prepare_train_loader(numbers(), seed=7)
     for epoch in range(EPOCHS):
-        for batch in train_loader:
+        for batch in loader:
             (loss(model, len(batches), rank) / 2).backward()
             batches.append((epoch, batch.tolist()))
-            if train_loader.num_batches % 2 == 0 or train_loader.num_batches == len(train_loader):
+            if loader.num_batches % 2 == 0 or loader.num_batches == len(loader):
                 sync.step()
                 optimizer.zero_grad()
     sync.end()
@@ -163,8 +130,7 @@ def in_plain_loop(rank: int) -> tuple[list[tuple[int, list[int]]], dict[str, Ten
 
 
 def in_accelerate(rank: int) -> tuple[Any, ...]:
-    training = Training(rank, accelerator_of(settings={"period": 3}, gradient_accumulation_steps=2), accumulates=2)
-    training.prepare()
+    training = Training(rank, accumulates=2, settings={"period": 3})
     training.run()
     training.network.eval()  # has the weights of the last round, until the end
     training.network.train()
@@ -172,10 +138,18 @@ def in_accelerate(rank: int) -> tuple[Any, ...]:
     return training.batches, state(training.model), training.counter.steps
 
 
+def test_the_same_members_train_as_in_a_plain_loop() -> None:
+    """With gradients that are accumulated, also over the end of an epoch."""
+    of_loop, of_both = launch_replicas(in_plain_loop, 2), launch_replicas(in_accelerate, 2)
+    for (batches, weights), (of_accelerate, others, steps) in zip(of_loop, of_both, strict=True):
+        assert batches == of_accelerate
+        assert_same(weights, others)
+        assert steps == EPOCHS * 4
+
+
 def evaluate(rank: int) -> dict[str, Any]:
     """Evaluates before the training, within it and after it; and looks at what the loaders say."""
-    training = Training(rank, accelerator_of())
-    training.prepare()
+    training = Training(rank)
     accelerator, network = training.accelerator, training.network
     test_loader = accelerator.prepare(DataLoader(range(10), 4))
     outcome: dict[str, Any] = {"tested": [], "weights": [], "gathered": [], "ends": [], "lengths": set()}
@@ -189,7 +163,7 @@ def evaluate(rank: int) -> dict[str, Any]:
         network.train()
 
     def look(step: int) -> None:
-        outcome["lengths"].add(len(training.train_loader))
+        outcome["lengths"].add(len(training.loader))
         outcome["ends"].append(accelerator.gradient_state.end_of_dataloader)
         if step == 5:
             test()
@@ -199,7 +173,7 @@ def evaluate(rank: int) -> dict[str, Any]:
     training.before_step = look
     training.run(1)
     batch = torch.arange(3)
-    for given in training.train_loader:
+    for given in training.loader:
         outcome["gathered"].append(len(accelerator.gather_for_metrics(batch)) == len(batch) and len(given) > 0)
     accelerator.end()
     test()
@@ -207,22 +181,65 @@ def evaluate(rank: int) -> dict[str, Any]:
     return outcome
 
 
+def test_evaluation_is_whole_in_each_job() -> None:
+    one, other = launch_replicas(evaluate, 2)
+    for outcome in (one, other):
+        assert outcome["tested"] == [list(range(10))] * 3
+        assert outcome["ends"] == [False] * 7 + [True]
+        assert outcome["lengths"] == {8}
+        assert not outcome["ends after the test"]
+        assert all(outcome["gathered"])
+    for before, after in zip(one["weights"][1:], other["weights"][1:], strict=True):
+        assert_same(before, after)
+
+
 def resume(rank: int, directory: Path, number: int, saves: bool) -> tuple[Any, ...]:
     """Trains two epochs, saving within the second; or what comes after that, in ``number`` of the jobs."""
-    accelerator = accelerator_of(settings={"outer_optimizer": "nesterov"})
-    training = Training(rank, accelerator)
-    training.prepare()
-    folder = str(directory / str(rank))
+    training = Training(rank, settings={"outer_optimizer": "nesterov"})
+    accelerator, folder = training.accelerator, str(directory / str(rank))
     if saves:
         training.after_step = lambda step: accelerator.save_state(folder) if step == SAVED else None
     else:
         accelerator.load_state(folder)
-        epoch = 1 if number == 1 else training.train_loader.epoch
-        training.train_loader.set_epoch(epoch)  # as scripts do that count by themselves
-        assert accelerator.skip_first_batches(training.train_loader, SAVED - 8) is training.train_loader
+        epoch = 1 if number == 1 else training.loader.epoch
+        training.loader.set_epoch(epoch)  # as scripts do that count by themselves
+        assert accelerator.skip_first_batches(training.loader, SAVED - 8) is training.loader
     training.run()
     accelerator.end_training()
     return training.batches, state(training.model), training.counter.steps
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Within an epoch: also alone, where each sample that is left is seen once."""
+    whole = launch_replicas(resume, 2, tmp_path, 2, True)
+    for (batches, weights, steps), (resumed, others, number) in zip(
+        whole, launch_replicas(resume, 2, tmp_path, 2, False), strict=True
+    ):
+        assert resumed == batches[SAVED:]
+        assert_same(weights, others)
+        assert steps == number == 16
+    rest = sorted({sample for batches, *_ in whole for _, batch in batches[SAVED:] for sample in batch})
+    [(alone, *_)] = launch_replicas(resume, 1, tmp_path, 1, False)
+    assert sorted(sample for _, batch in alone for sample in batch) == rest
+    assert {epoch for epoch, _ in alone} == {1}
+
+
+def leave(rank: int) -> tuple[Any, ...]:
+    """The second one gets SIGTERM within a round, and leaves with it."""
+    training = Training(rank)
+    training.before_step = lambda step: os.kill(os.getpid(), SIGTERM) if (rank, step) == (1, DIES - 1) else None
+    status = None
+    try:
+        training.run(1)
+    except SystemExit as left:
+        status = left.code
+    training.accelerator.free_memory()
+    return training.batches, status
+
+
+def test_one_leaves_in_order() -> None:
+    expected = seen(DATA, {0: "01", DIES + 1: "0"}, 1)
+    assert launch_replicas(leave, 2) == [(expected["0"], None), (expected["1"], 143)]
 
 
 class Stream(IterableDataset):
@@ -234,14 +251,14 @@ class Stream(IterableDataset):
 
 def iterate_over_a_stream(rank: int) -> dict[str, Any]:
     """Accumulates two batches of two numbers each, of which an epoch has three."""
-    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    accelerator = accelerator_of(accumulates=2)
     model = seeded_mlp(rank)
     network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        train_loader = accelerator.prepare_train_loader(DataLoader(Stream(), 2))
+        loader = accelerator.prepare_train_loader(DataLoader(Stream(), 2))
     ends, steps = [], []
-    for batch in train_loader:
+    for batch in loader:
         with accelerator.accumulate(network):
             accelerator.backward(loss(network, len(batch), rank))
             optimizer.step()
@@ -252,129 +269,47 @@ def iterate_over_a_stream(rank: int) -> dict[str, Any]:
     return {"ends": ends, "steps": steps, "said": [str(one.message) for one in said]}
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "split_batches=True": {"split_batches": True},
-    "dispatch_batches=True": {"dispatch_batches": True},
-    "even_batches=False": {"even_batches": False},
-}
-
-
-def begin_badly(rank: int) -> dict[str, Any]:
-    outcomes: dict[str, Any] = {}
-    for name, loaders in REFUSED.items():
-        accelerator = accelerator_of(loaders=loaders)
-        outcomes[name] = raised(lambda accelerator=accelerator: accelerator.prepare_train_loader(numbers()))
-    accelerator = accelerator_of()
-    train_loader = accelerator.prepare_train_loader(numbers())
-    outcomes["no model"] = raised(lambda: train_loader.epoch)
-    model, other = seeded_mlp(), seeded_mlp()
-    accelerator.prepare(model, OPTIMIZERS["sgd"](model))
-    outcomes["two models"] = raised(lambda: accelerator.prepare(other, OPTIMIZERS["sgd"](other)))
-    return outcomes
-
-
-def begin_elsewhere(rank: int) -> Any:
-    """The second one counts its epochs by itself, as if they had not begun together."""
-    training = Training(rank, accelerator_of())
-    training.prepare()
-    training.train_loader.set_epoch(3 * rank)
-    outcome = raised(lambda: training.run(1))
-    training.accelerator.free_memory()  # at the end of its process: the others need not wait
-    return outcome
-
-
-def leave(rank: int) -> tuple[Any, ...]:
-    """The second one gets SIGTERM within a round, and leaves with it."""
-    training = Training(rank, accelerator_of())
-    training.prepare()
-    training.before_step = lambda step: os.kill(os.getpid(), SIGTERM) if (rank, step) == (1, DIES - 1) else None
-    status = None
-    try:
-        training.run(1)
-    except SystemExit as left:
-        status = left.code
-    training.accelerator.free_memory()
-    return training.batches, status
-
-
-CASES: dict[str, tuple[Callable[..., Any], int]] = {
-    "in a plain loop": (in_plain_loop, 2),
-    "in Accelerate": (in_accelerate, 2),
-    "evaluated": (evaluate, 2),
-    "saved": (partial(resume, number=2, saves=True), 2),
-    "resumed": (partial(resume, number=2, saves=False), 2),
-    "a stream": (iterate_over_a_stream, 2),
-    "refused": (begin_badly, 1),
-    "elsewhere": (begin_elsewhere, 2),
-    "leaves": (leave, 2),
-    "resumed alone": (partial(resume, number=1, saves=False), 1),
-}
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> Any:
-    with ExitStack() as stack:
-        cases = {}
-        for name, (function, number) in CASES.items():
-            address = stack.enter_context(lighthouse())
-            given = partial(function, directory=folder) if isinstance(function, partial) else function
-            cases[name] = partial(as_replica, given, address, number)
-        yield launch_cases(cases, 2, init=False)
-
-
-def test_the_same_members_train_as_in_a_plain_loop(trained: Outcomes) -> None:
-    """With gradients that are accumulated, also over the end of an epoch."""
-    for (batches, weights), (of_accelerate, others, steps) in zip(
-        trained["in a plain loop"], trained["in Accelerate"], strict=True
-    ):
-        assert batches == of_accelerate
-        assert_same(weights, others)
-        assert steps == EPOCHS * 4
-
-
-def test_evaluation_is_whole_in_each_job(trained: Outcomes) -> None:
-    one, other = trained["evaluated"]
-    for outcome in (one, other):
-        assert outcome["tested"] == [list(range(10))] * 3
-        assert outcome["ends"] == [False] * 7 + [True]
-        assert outcome["lengths"] == {8}
-        assert not outcome["ends after the test"]
-        assert all(outcome["gathered"])
-    for before, after in zip(one["weights"][1:], other["weights"][1:], strict=True):
-        assert_same(before, after)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(trained: Outcomes) -> None:
-    """Within an epoch: also alone, where each sample that is left is seen once."""
-    for (batches, weights, steps), (resumed, others, number) in zip(trained["saved"], trained["resumed"], strict=True):
-        assert resumed == batches[SAVED:]
-        assert_same(weights, others)
-        assert steps == number == 16
-    rest = sorted({sample for batches, *_ in trained["saved"] for _, batch in batches[SAVED:] for sample in batch})
-    alone, *_ = trained["resumed alone"][0]
-    assert sorted(sample for _, batch in alone for sample in batch) == rest
-    assert {epoch for epoch, _ in alone} == {1}
-
-
-def test_one_leaves_in_order(trained: Outcomes) -> None:
-    expected = seen(DATA, {0: "01", DIES + 1: "0"}, 1)
-    assert trained["leaves"] == [(expected["0"], None), (expected["1"], 143)]
-
-
-def test_data_of_its_own_are_not_divided(trained: Outcomes) -> None:
-    for outcome in trained["a stream"]:
+def test_data_of_its_own_are_not_divided() -> None:
+    for outcome in launch_replicas(iterate_over_a_stream, 2):
         assert outcome["ends"] == [False, False, True]
         assert outcome["steps"] == [False, True, True]
         assert any("an iterable data set cannot be divided" in message for message in outcome["said"])
 
 
-def test_what_a_job_cannot_do_is_refused(trained: Outcomes) -> None:
-    outcomes = trained["refused"][0]
-    for name in REFUSED:
-        assert_raised(outcomes[name], "ValueError", "lighthouse='127.0.0.1", name, "DataLoaderConfiguration")
+REFUSED = {"split_batches": True, "dispatch_batches": True, "even_batches": False}
+
+
+def begin_badly(rank: int) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {}
+    for name, value in REFUSED.items():
+        accelerator = accelerator_of({name: value})
+        outcomes[name] = raised(lambda accelerator=accelerator: accelerator.prepare_train_loader(numbers()))
+    accelerator = accelerator_of()
+    loader = accelerator.prepare_train_loader(numbers())
+    outcomes["no model"] = raised(lambda: loader.epoch)
+    model, other = seeded_mlp(), seeded_mlp()
+    accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+    outcomes["two models"] = raised(lambda: accelerator.prepare(other, OPTIMIZERS["sgd"](other)))
+    accelerator.free_memory()
+    return outcomes
+
+
+def begin_elsewhere(rank: int) -> Any:
+    """The second one counts its epochs by itself, as if they had not begun together."""
+    training = Training(rank)
+    training.loader.set_epoch(3 * rank)
+    outcome = raised(lambda: training.run(1))
+    training.accelerator.free_memory()  # at the end of its process: the others need not wait
+    return outcome
+
+
+def test_what_a_job_cannot_do_is_refused() -> None:
+    [outcomes] = launch_replicas(begin_badly, 1)
+    for name, value in REFUSED.items():
+        assert_raised(outcomes[name], "ValueError", "lighthouse='127.0.0.1", f"{name}={value}", "DataLoaderConfig")
     assert_raised(outcomes["no model"], "RuntimeError", "call prepare(model, optimizer)")
     assert_raised(outcomes["two models"], "ValueError", "2 models with optimizers", "a job has one replica")
-    together, alone = trained["elsewhere"]
+    together, alone = launch_replicas(begin_elsewhere, 2)
     assert together is None
     assert_raised(alone, "ValueError", "set_epoch(3)", "in epoch 0", "range(train_loader.epoch, epochs)")
 

@@ -1,91 +1,96 @@
-"""Trainers as jobs of which one dies within an epoch, and comes back: each sample once, but for what it has lost."""
+"""Trainers as jobs that leave and resume, end together, or lose one that has several ranks."""
 
 from __future__ import annotations
 
 import os
+import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGDStrategy
+from lightning_pipesync.methods.replicas.sections import Sections
 from tests.references.elastic_data import Data, seen
-from tests.support.harness import DIED, assert_raised, on_ranks, raised
+from tests.support.harness import DIED, assert_raised, launch, on_ranks, raised
 from tests.support.lightning_models import SAMPLES, Classifier, dataset, trainer, val_loader
 from tests.support.lost_ranks import die
-from tests.support.replica_jobs import TIMEOUT_S, launch_replicas, wait_for
+from tests.support.replica_jobs import (
+    DIES,
+    TIMEOUT_S,
+    become_replica,
+    launch_replicas,
+    leave_job,
+    lighthouse,
+    when_called,
+)
 
-PERIOD, EPOCHS = 2, 3
-#: The step in which one dies, and that in which the others wait until it has started again.
-DIES, WAITS = 3, 6
+
+def ask_to_leave() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Job(Classifier):
-    """One of the jobs; ``number`` 1 dies once, and its samples until then are lost with it."""
+class Leaver(Classifier):
+    """Is asked to leave in a step, if there is one."""
 
-    def __init__(self, number: int, comes_back: bool, directory: Path) -> None:
-        super().__init__(scheduler=True)
-        self.number, self.comes_back, self.directory = number, comes_back, directory
-        self.where: list[tuple[int, int, int, float]] = []
+    def __init__(self, asked: int | None) -> None:
+        super().__init__(batch_norm=True, scheduler=True)
+        self.asked = asked
 
     def configure_optimizers(self) -> Any:
         [optimizer], [scheduler] = super().configure_optimizers()
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    def on_fit_start(self) -> None:
-        if self.comes_back:
-            (self.directory / "started").touch()  # it is alive, so that the others wait for it in their next round
-
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        step = self.trainer.global_step
-        if self.number == 1 and step == DIES and not self.comes_back:
-            die()
-        if step == WAITS:  # they have had a round without it
-            (self.directory / "going on").touch()
-            wait_for(self.directory / "started")
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.where.append((self.trainer.current_epoch, batch_idx, step, rate))
+        if self.trainer.global_step == self.asked:
+            ask_to_leave()
         return super().training_step(batch, batch_idx)
 
 
-def train(rank: int, directory: Path) -> dict[str, Any]:
-    """Trains as the job ``rank``; the last one is job 1, when it comes back."""
-    number = rank
-    if rank == 3:
-        number = 1
-        os.environ["PIPESYNC_REPLICA"] = "1"
-        wait_for(directory / "going on")
+def fit(folder: Path, asked: int | None = None, resumes: bool = False) -> dict[str, Any]:
     pl.seed_everything(7, verbose=False)
-    model = Job(number, rank == 3, directory)
-    torch.nn.init.normal_(model.model[2].weight, std=1 + rank)  # a job that comes has other weights before
-    strategy = LocalSGDStrategy(period=PERIOD, partition="defdp", timeout_s=TIMEOUT_S)
-    run = trainer(strategy, 1, directory / str(rank), max_epochs=EPOCHS)
-    run.fit(model, DataLoader(dataset(), 2, shuffle=True), val_loader())
-    return {"seen": model.seen, "where": model.where, "steps": run.global_step, "validated_with": model.validated_with}
+    model, status = Leaver(asked), None
+    strategy = LocalSGDStrategy(period=4, partition="defdp", timeout_s=TIMEOUT_S, outer_optimizer="nesterov")
+    savers: list[Any] = [OnExceptionCheckpoint(folder, "left")]
+    savers += [ModelCheckpoint(folder, "model", save_on_exception=True)]
+    run = trainer(strategy, 1, folder, max_epochs=2, callbacks=savers, enable_checkpointing=True)
+    checkpoint = folder / "left.ckpt" if resumes else None
+    try:
+        run.fit(model, DataLoader(dataset(), 2, shuffle=True), val_loader(), ckpt_path=checkpoint)
+    except SystemExit as error:
+        status = error.code
+    return {"status": status, "steps": run.global_step, "seen": model.seen, "weights": model.weights()}
 
 
-def test_a_trainer_dies_and_comes_back(tmp_path: Path) -> None:
-    of_0, of_1, of_2, of_1_again = launch_replicas(train, 4, tmp_path, num_replicas=3, may_die=(1,))
-    assert of_1 == DIED
-    lost, came = DIES + 1, of_1_again["where"][0][2]
-    assert came > WAITS
-    expected = seen(Data(SAMPLES, 2), {0: "012", lost: "02", came: "012"}, EPOCHS)
-    assert of_0["seen"] == [batch for _, batch in expected["0"]]
-    assert of_2["seen"] == [batch for _, batch in expected["2"]]
-    assert of_1_again["seen"] == [batch for _, batch in expected["1"]][lost:]
-    for outcome in (of_0, of_2):
-        assert outcome["where"][came:] == of_1_again["where"]
-        assert outcome["steps"] == of_1_again["steps"]
-    agreed = of_1_again["validated_with"]
-    assert agreed
-    for one, other in zip(of_0["validated_with"][-len(agreed) :], agreed, strict=True):
-        assert torch.equal(one, other)
+def leave_and_resume(addresses: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Trains undisturbed; until all are asked to leave; from there; and is asked while it waits for a third job."""
+    rank, found = leave_job(), []
+    for address, settings in zip(addresses[:3], ({}, {"asked": 9}, {"resumes": True}), strict=True):
+        become_replica(address, rank, 2)
+        found.append(fit(folder / str(rank), **settings))  # type: ignore[arg-type]
+    become_replica(addresses[3], rank, 3)
+    when_called(Sections, "_wait_for_more", 0, ask_to_leave)
+    found.append(fit(folder / f"{rank} waits"))
+    return found
+
+
+def test_all_leave_and_resume_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(lighthouse()) for _ in range(4)]
+        outcomes = launch(leave_and_resume, 2, addresses, tmp_path, init=False)
+    for whole, left, resumed, waiting in outcomes:
+        assert (waiting["status"], waiting["steps"]) == (143, 0)
+        assert (whole["status"], left["status"], resumed["status"]) == (None, 143, None)
+        assert (left["steps"], resumed["steps"]) == (12, whole["steps"])
+        assert left["seen"] + resumed["seen"] == whole["seen"]
+        assert torch.equal(resumed["weights"], whole["weights"])
 
 
 class ShardedJob(Classifier):
@@ -103,29 +108,25 @@ class ShardedJob(Classifier):
             die()
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, *args: Any) -> None:
-        """Validates nothing."""
-
 
 def train_sharded(number: int, directory: Path) -> list[list[int]]:
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # in this job
     pl.seed_everything(7, verbose=False)
     model = ShardedJob(number)
-    strategy = LocalSGDStrategy(period=PERIOD, partition="defdp", timeout_s=TIMEOUT_S, ranks_per_replica=2)
+    strategy = LocalSGDStrategy(period=2, partition="defdp", timeout_s=TIMEOUT_S, ranks_per_replica=2)
     trainer(strategy, 2, directory / str(number), max_epochs=1).fit(model, DataLoader(dataset(), 2, shuffle=True))
     return model.seen
 
 
 def test_trainers_of_several_ranks_divide_the_data_among_all_ranks_that_are_left(tmp_path: Path) -> None:
-    outcomes = launch_replicas(train_sharded, 3, tmp_path, ranks_per_replica=2, may_die=(0, 1))
+    outcomes = launch_replicas(train_sharded, 2, tmp_path, ranks_per_replica=2, may_die=(0, 1))
     assert outcomes[:2] == [DIED, DIED]
-    expected = seen(Data(SAMPLES, 2), {0: "012345", DIES + 1: "2345"}, 1)
-    for rank in range(2, 6):
+    expected = seen(Data(SAMPLES, 2), {0: "0123", DIES + 1: "23"}, 1)
+    for rank in (2, 3):
         assert outcomes[rank] == [batch for _, batch in expected[str(rank)]]
 
 
 def average_each_step(number: int, directory: Path) -> tuple[str, str] | None:
-    run = trainer(LocalSGDStrategy(period=PERIOD), 1, directory / str(number), callbacks=[EMAWeightAveraging()])
+    run = trainer(LocalSGDStrategy(period=2), 1, directory / str(number), callbacks=[EMAWeightAveraging()])
     return raised(lambda: run.fit(Classifier(), DataLoader(dataset(), 4), val_loader()))
 
 

@@ -1,62 +1,75 @@
-"""Replicas that are jobs of their own: with the same members bit for bit the replicas of one job."""
+"""Replicas that are jobs of their own, in plain loops and Fabric's: bit for bit the replicas of one job."""
 
 from __future__ import annotations
 
 import copy
 import os
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_pipesync import EAPipe, LocalSGD, PipeSyncPlugin, SelSync
-from lightning_pipesync.accelerate.launched import check_method
+from lightning_pipesync import LocalSGD
+from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.fabric import LocalSGDFabricStrategy
+from tests.nightly.core.test_checked_messages import SENDER, flipping
+from tests.references.elastic_data import Data, seen
 from tests.support.harness import assert_raised, on_ranks, raised
 from tests.support.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
-from tests.support.replica_jobs import TIMEOUT_S, launch_replicas
+from tests.support.replica_jobs import TIMEOUT_S, WAITS, Job, launch_replicas, simulated, wait_for
 
 STEPS, PERIOD, SAVED = 11, 3, 7
-
-#: Settings, and whether the weights are those of one job: residuals do not start at zero there.
+NESTEROV: dict[str, Any] = {"outer_optimizer": "nesterov"}
+#: Settings with which the weights are those of one job: of those the agreed ones, if a flush averages them there.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "FedAvg": {},
-    "DiLoCo": {"outer_optimizer": "nesterov"},
-    "int4": {"outer_optimizer": "nesterov", "compression": "int4"},
-    "int2": {"outer_optimizer": "nesterov", "compression": "int2", "residual_decay": 0.9},
+    "FedAvg": {"average_optimizer_states": True},
+    "int4": {**NESTEROV, "compression": "int4"},
+    "int2": {**NESTEROV, "compression": "int2", "residual_decay": 0.9},
     "SparseLoCo": {"outer_optimizer": "sgd", "outer_lr": 0.8, "compression": "chunked_topk"},
     "EASGD": {"outer_optimizer": "elastic"},
-    "streaming": {"outer_optimizer": "nesterov", "overlap_steps": 1, "fragments": 2},
+    "streaming": {**NESTEROV, "overlap_steps": 1, "fragments": 2},
     "a share": {"participation": 0.5},
-    "states": {"average_optimizer_states": True},
 }
+FLUSHED = ("FedAvg", "int4", "int2", "SparseLoCo")
 
 
-#: Where the agreed weights are the average that a flush takes then.
-FLUSHED = ("FedAvg", "DiLoCo", "int4", "int2", "SparseLoCo", "states")
-
-#: A replica's own weights, the agreed ones after a round, those at the end, and its data.
-Outcome = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], list[int]]
-
-
-def train(rank: int, settings: dict[str, Any]) -> Outcome:
+def begin(rank: int, *, load: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, Any, LocalSGD]:
+    """Returns a model, its optimizer, and the method, which has joined the others."""
     model = seeded_mlp(rank, batch_norm=True)
+    if load is not None:
+        model.load_state_dict(load["model"])
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S, **settings)
+    sync = LocalSGD(model, optimizer, **{"period": PERIOD, "timeout_s": TIMEOUT_S, **settings})
+    if load is not None:
+        sync.load_state_dict(load["method"])
     sync.join()
+    return model, optimizer, sync
+
+
+def step(model: Any, optimizer: Any, sync: LocalSGD, rank: int) -> None:
+    optimizer.zero_grad()
+    loss(model, sync.num_steps, rank).backward()
+    sync.step()
+
+
+def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Any]:
+    """Returns a replica's own weights, the agreed ones after a round, those at the end, and its data."""
+    model, optimizer, sync = begin(rank, **settings)
     loader = sync.prepare_train_loader(DataLoader(range(2 * STEPS), shuffle=True), seed=1)
     samples = [int(sample) for sample, _ in zip(loader, range(STEPS), strict=False)]
-    agreed: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        if step == 2 * PERIOD:
+    for number in range(STEPS):
+        if number == 2 * PERIOD:
             sync.flush()
             agreed = state(model)
             sync.resume()
-        optimizer.zero_grad()
-        loss(model, step, rank).backward()
-        sync.step()
+        step(model, optimizer, sync, rank)
     own = state(model)
     sync.end()
     last = state(model)
@@ -64,7 +77,7 @@ def train(rank: int, settings: dict[str, Any]) -> Outcome:
     return own, agreed, last, samples
 
 
-def train_in_one_job(settings: dict[str, Any]) -> Outcome:
+def train_in_one_job(settings: dict[str, Any]) -> Any:
     return train(dist.get_rank(), settings)
 
 
@@ -82,16 +95,10 @@ def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
 
 def end_early(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], bool]:
     """Trains on data of its own, replica 0 for a step less; returns the weights of a round, its own, and the last."""
-    model = seeded_mlp(rank)
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S)
-    sync.join()
-    agreed: dict[str, Tensor] = {}
-    for step in range(PERIOD + 1 + (rank > 0)):
-        optimizer.zero_grad()
-        loss(model, step, rank).backward()
-        sync.step()
-        if step == PERIOD - 1:
+    model, optimizer, sync = begin(rank)
+    for number in range(PERIOD + 1 + (rank > 0)):
+        step(model, optimizer, sync, rank)
+        if number == PERIOD - 1:
             agreed = state(model)
     own = state(model)
     sync.flush()
@@ -106,12 +113,14 @@ def end_early(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str
 def test_replicas_that_end_after_different_numbers_of_steps() -> None:
     """Those with the most steps have a last average; the weights of another one are those of the last round."""
     early, *longest = launch_replicas(end_early, 3)
-    assert_same(early[2], early[0])
+    for name, value in early[0].items():
+        if "num_batches" not in name:
+            assert torch.equal(early[2][name], value), name
     for agreed, own, last, _ in longest:
         assert_same(agreed, early[0])
-        for name, value in last.items():
-            torch.testing.assert_close(value, (longest[0][1][name] + longest[1][1][name]) / 2)
-            assert not torch.equal(value, own[name])
+        for name in (name for name, value in last.items() if value.is_floating_point()):
+            torch.testing.assert_close(last[name], (longest[0][1][name] + longest[1][1][name]) / 2)
+            assert not torch.equal(last[name], own[name])
     assert_same(longest[0][2], longest[1][2])
     assert all(is_same for *_, is_same in (early, *longest))
 
@@ -126,14 +135,12 @@ def go_on_without_resume(rank: int) -> list[dict[str, Tensor]]:
     sync = LocalSGD(model, optimizer, period=PERIOD, overlap_steps=2, timeout_s=TIMEOUT_S)
     sync.join()
     found = []
-    for step in range(PERIOD + 2):
-        if step >= PERIOD:
+    for number in range(PERIOD + 2):
+        if number >= PERIOD:
             found.append(state(model))
-        if step == PERIOD + 1:
+        if number == PERIOD + 1:
             sync.flush()
-        optimizer.zero_grad()
-        loss(model, step, rank).backward()
-        sync.step()
+        step(model, optimizer, sync, rank)
     movement = {name: -0.1 * p.grad for name, p in model.named_parameters() if p.grad is not None}
     found += [state(model), movement]
     sync.end()
@@ -149,78 +156,113 @@ def test_a_replica_keeps_its_movement_after_a_flush_that_is_not_undone() -> None
             torch.testing.assert_close(arrived[name], average + (flushed[name] - started[name]) + moved)
 
 
-def resume(rank: int) -> tuple[Any, ...]:
-    """Trains on from checkpoints that all have, within a round, and from one that a single replica has; of DiLoCo."""
+def resume(rank: int) -> tuple[tuple[Any, ...], tuple[str, str] | None]:
+    """Trains on from checkpoints that all have, within a round, and from one that the last replica has; of DiLoCo.
+
+    Then loads its part of the outer state in a job without others.
+    """
     saved: dict[str, Any] = {}
     outcomes = []
     for name in ("whole", "resumed", "the last has a checkpoint"):
-        model = seeded_mlp(rank, batch_norm=True)
-        if name == "resumed" or (saved and rank == 2):
-            model.load_state_dict(saved["model"])
-        optimizer = OPTIMIZERS["sgd"](model)
-        sync = LocalSGD(model, optimizer, period=PERIOD, timeout_s=TIMEOUT_S, outer_optimizer="nesterov")
-        if name == "resumed" or (saved and rank == 2):
-            sync.load_state_dict(saved["method"])
-        sync.join()
+        loads = name == "resumed" or (name != "whole" and rank == 2)
+        model, optimizer, sync = begin(rank, load=saved if loads else None, **NESTEROV)
         first = sync.num_steps
-        for step in range(first, STEPS):
-            if step == SAVED and name == "whole":
+        while sync.num_steps < STEPS:
+            if sync.num_steps == SAVED and name == "whole":
                 sync.flush()
                 saved = copy.deepcopy({"model": model.state_dict(), "method": sync.state_dict()})
                 sync.resume()
-            optimizer.zero_grad()
-            loss(model, step, rank).backward()
-            sync.step()
+            step(model, optimizer, sync, rank)
         sync.end()
         sync.detach()
         outcomes.append((first, state(model)))
-    return tuple(outcomes)
+    for variable in ("PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM_REPLICAS"):
+        del os.environ[variable]
+    model = seeded_mlp(batch_norm=True)
+    alone = LocalSGD(model, OPTIMIZERS["sgd"](model), period=PERIOD, **NESTEROV)
+    refused = raised(lambda: alone.load_state_dict(saved["method"]))
+    alone.detach()
+    return tuple(outcomes), refused
 
 
 def test_replicas_resume_from_the_same_step_bit_for_bit() -> None:
     """Each with its own weights and states. If one alone has a checkpoint, all begin with it."""
-    outcomes = launch_replicas(resume, 3)
-    for (_, whole), (first, resumed), (last, of_last) in outcomes:
+    found = launch_replicas(resume, 3)
+    for rank, (((_, whole), (first, resumed), (last, of_last)), refused) in enumerate(found):
         assert first == last == SAVED
         assert_same(resumed, whole)
-        assert_same(of_last, outcomes[0][2][1])
+        assert_same(of_last, found[0][0][2][1])
+        assert_raised(refused, "ValueError", f"of rank {rank} of 3, and there are 1", "lighthouse")
 
 
-def load_alone(rank: int) -> tuple[str, str] | None:
-    """Loads the state of a replica of two in a training without others."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    settings: dict[str, Any] = {"period": 1, "outer_optimizer": "nesterov", "timeout_s": TIMEOUT_S}
-    sync = LocalSGD(model, optimizer, **settings)
-    sync.join()
-    loss(model, 0, rank).backward()
-    sync.step()
-    saved = sync.state_dict()
-    sync.end()
+STRUCK = {2: 8, 5: 1}  # the step, from 0 on, in which a bit flips: of values, and of a byte that tells that all came
+
+
+def train_with_damage(replica: int) -> dict[str, Any]:
+    model, optimizer, sync = begin(replica, check_messages=True)
+    flipped = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for i in range(9):
+            with flipping(Messages, "start_sending", replica, STRUCK[i]) if i in STRUCK else nullcontext([]) as sizes:
+                step(model, optimizer, sync, replica)
+            flipped += sizes
+    damaged = [str(one.message) for one in said if "damaged" in str(one.message)]
+    outcome = {"own": state(model), "flipped": flipped, "said": damaged, **sync.metrics()}
     sync.detach()
-    for name in ("PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM_REPLICAS"):
-        del os.environ[name]
-    alone = LocalSGD(model, optimizer, **settings)
-    outcome = raised(lambda: alone.load_state_dict(saved))
-    alone.detach()
     return outcome
 
 
-def test_a_part_of_the_outer_state_is_not_loaded_without_lighthouse() -> None:
-    for rank, outcome in enumerate(launch_replicas(load_alone, 2)):
-        assert_raised(outcome, "ValueError", f"of rank {rank} of 2, and there are 1", "lighthouse")
+def test_a_round_with_a_damaged_message_is_repeated() -> None:
+    outcomes = launch_replicas(train_with_damage, 3)
+    replicas = simulated(Job({}, {}), 9)
+    assert len(outcomes[SENDER]["flipped"]) == len(STRUCK)
+    assert outcomes[SENDER]["said"] == []
+    said = [text for outcome in outcomes for text in outcome["said"]]
+    assert len(said) == len(STRUCK), said
+    assert all(text.startswith(f"A message from replica {SENDER} (host ") for text in said), said
+    for replica, outcome in enumerate(outcomes):
+        assert outcome["replicas"] == 3
+        assert_same(outcome["own"], state(replicas[replica]))
 
 
-def test_other_methods_refuse_to_be_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPESYNC_LIGHTHOUSE", "host0:29510")
-    model = seeded_mlp()
-    for make in (
-        lambda: SelSync(model, OPTIMIZERS["sgd"](model)),
-        lambda: check_method(PipeSyncPlugin("selsync")),  # of an Accelerator with one process, which attaches nothing
-    ):
-        with pytest.raises(ValueError, match=r"PIPESYNC_LIGHTHOUSE=host0:29510 is set.*SelSync needs all ranks"):
-            make()
-    with pytest.raises(ValueError, match=r"PIPESYNC_LIGHTHOUSE=host0:29510 is set.*EAPipe needs all ranks"):
-        EAPipe(model, None, lambda parameters: OPTIMIZERS["sgd"](torch.nn.ParameterList(parameters)))
-    with pytest.raises(ValueError, match=r"and no method: set PIPESYNC_METHOD=local_sgd"):
-        check_method(None)
+def train_in_fabric(rank: int, directory: Path) -> list[tuple[int, list[int], float]]:
+    """Returns by step the epoch, the batch and the learning rate, which decays in each step that ends a round."""
+    if rank == 1:
+        wait_for(directory / "going on")
+    strategy = LocalSGDFabricStrategy(period=2, partition="defdp", timeout_s=TIMEOUT_S)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    fabric.seed_everything(7, verbose=False)
+    network = seeded_mlp(rank)
+    model, optimizer = fabric.setup(network, OPTIMIZERS["sgd"](network))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.75)
+    sync = strategy.method_of()
+    sync.hand_over(scheduler=scheduler)
+    if rank == 1:
+        (directory / "alive").touch()  # so the others wait for it in their next round
+    loader = strategy.prepare_train_loader(DataLoader(range(60), 4, shuffle=True))
+    steps: list[tuple[int, list[int], float]] = []
+    for epoch in range(loader.epoch, 2):
+        for batch in loader:
+            if rank == 0 and len(steps) == WAITS:
+                (directory / "going on").touch()
+                wait_for(directory / "alive")
+            steps.append((epoch, batch.tolist(), optimizer.param_groups[0]["lr"]))
+            optimizer.zero_grad()
+            loss(model, len(steps), rank).backward()
+            optimizer.step()
+            scheduler.step()
+    sync.end()
+    sync.detach()
+    return steps
+
+
+def test_one_that_comes_in_fabric_has_the_others_place_and_learning_rate(tmp_path: Path) -> None:
+    of_0, of_1 = launch_replicas(train_in_fabric, 2, tmp_path, num_replicas=1)
+    came = len(of_0) - len(of_1)
+    assert came > WAITS
+    expected = seen(Data(60, 4), {0: "0", came: "01"}, 2)
+    for number, steps in (("0", of_0), ("1", of_1)):
+        assert [(epoch, batch) for epoch, batch, _ in steps] == expected[number]
+    assert [rate for *_, rate in of_1] == [rate for *_, rate in of_0[came:]]

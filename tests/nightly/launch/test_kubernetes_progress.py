@@ -14,7 +14,7 @@ import pytest
 from kubeflow_trainer_api.models.trainer_v1alpha1_update_train_job_status_request import (
     TrainerV1alpha1UpdateTrainJobStatusRequest,
 )
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
@@ -49,17 +49,15 @@ def status_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         server.shutdown()
 
 
-def fit_with_progress(batches: int, model: LightningModule, max_epochs: int = 1) -> None:
+def fit_with_progress(batches: int) -> None:
     progress = runpy.run_path(str(ROOT / "integrations" / "kubernetes" / "progress.py"))["Progress"](every_s=0)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=max_epochs, limit_val_batches=0, callbacks=[progress], **quiet
-    )
-    trainer.fit(model, DataLoader(RandomDataset(32, batches)))
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, limit_val_batches=0, callbacks=[progress], **quiet)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, batches)))
 
 
 def test_progress_is_reported_as_kubeflow_trainer_expects_it(status_server: list[tuple[str, str]]) -> None:
-    fit_with_progress(5, BoringModel())
+    fit_with_progress(5)
     assert [token for token, _ in status_server] == ["Bearer secret"] * 6  # after each batch, and at the end
     for _, body in status_server:
         assert TrainerV1alpha1UpdateTrainJobStatusRequest.from_json(body).to_dict().keys() == json.loads(body).keys()
@@ -68,19 +66,9 @@ def test_progress_is_reported_as_kubeflow_trainer_expects_it(status_server: list
     assert reports[-1]["estimatedRemainingSeconds"] == 0
 
 
-def test_a_training_without_an_end_reports_no_percentage(status_server: list[tuple[str, str]]) -> None:
-    class StopsItself(BoringModel):
-        def on_train_batch_end(self, *args: object) -> None:
-            self.trainer.should_stop = True
-
-    fit_with_progress(3, StopsItself(), max_epochs=-1)
-    assert status_server
-    assert all(json.loads(body)["trainerStatus"].keys() == {"lastUpdatedTime"} for _, body in status_server)
-
-
 def test_progress_that_nobody_takes_does_not_end_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://127.0.0.1:{free_port()}/status")
     with pytest.warns(UserWarning, match="The progress was not reported to"):
-        fit_with_progress(1, BoringModel())
+        fit_with_progress(1)

@@ -19,7 +19,6 @@ from kubeflow_trainer_api.models.io_k8s_api_core_v1_service import IoK8sApiCoreV
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from lightning_pipesync.core.extras import is_installed
-from lightning_pipesync.launch.lighthouse import Lighthouse
 from tests.support.commands import ROOT, environment, run_together
 from tests.support.harness import default_signals, free_port
 
@@ -63,21 +62,16 @@ dist.all_reduce(total)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}, sum {total}, {sys.argv[1]}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
-#: A replica of several ranks, which asks the lighthouse whether its name is known there.
+#: A replica, whose first rank asks the lighthouse whether its name is known there.
 REPLICA = """
-import os, sys, torch, torch.distributed as dist
+import os, sys
 from datetime import timedelta
 from torchft.coordination import LighthouseClient
-dist.init_process_group("gloo")
-total = torch.tensor(dist.get_rank() + 1)
-dist.all_reduce(total)
-name = os.environ["PIPESYNC_REPLICA"]
-if dist.get_rank() == 0:
+name, ranks = os.environ["PIPESYNC_REPLICA"], os.environ.get("WORLD_SIZE", "1")
+if os.environ.get("RANK", "0") == "0":
     client = LighthouseClient(f"http://{os.environ['PIPESYNC_LIGHTHOUSE']}", timedelta(seconds=100))
     client.quorum(name, timedelta(seconds=100), address="", store_address="", step=0, world_size=2, shrink_only=False)
-    print(f"rank 0 of {dist.get_world_size()} of replica {name}, sum {total}, {sys.argv[1]}\\n", end="", flush=True)
-dist.barrier()
-dist.destroy_process_group()
+    print(f"replica {name} has {ranks} ranks, {sys.argv[1]}\\n", end="", flush=True)
 """
 ACCELERATE = """
 import sys, torch
@@ -129,16 +123,6 @@ def test_shell_files_can_be_read_by_bash(file: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.usefixtures("machine")
-def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PLAIN)
-    lab = [sys.executable, "-m", "lightning_pipesync", "netlab", "--hosts", 2, "--"]
-    command = [*lab, INTEGRATIONS / "torchrun" / "static.sh", tmp_path / "train.py", "a b"]
-    [result] = run_together((command, environment(NPROC_PER_NODE=1, INTERFACE="eth0")))
-    assert result.returncode == 0, result.stdout
-    assert ranks_in(result.stdout) == [f"rank {rank} of 2, sum 3, a b" for rank in range(2)]
-
-
 def test_slurm_starts_lightning(tmp_path: Path) -> None:
     options = ["--strategy", "selsync", "--steps", 6, "--accelerator", "cpu", "--output", tmp_path / "checkpoints"]
     [result] = run_together(sbatch("lightning.sbatch", tmp_path, *options, MASTER_PORT=free_port()))
@@ -151,14 +135,14 @@ def test_slurm_starts_accelerate(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ACCELERATE)
     settings = {"NPROC_PER_NODE": 2, "MAIN_PORT": free_port(), "ACCELERATE_USE_CPU": "true"}
-    [result] = run_together(sbatch("accelerate.sbatch", tmp_path, script, "--option", "a b", **settings))
+    [result] = run_together(sbatch("accelerate.sbatch", tmp_path, script, "--option", "a b", **settings), ranks=4)
     assert result.returncode == 0, result.stdout
     assert ranks_in(result.stdout) == [f"rank {rank} of 4, local rank {rank % 2}, sum 6, a b" for rank in range(4)]
 
 
 def replicas_in(output: str) -> list[str]:
     """Returns the lines that the first ranks of replicas printed, without what the launcher writes before them."""
-    return sorted(re.findall(r"rank 0 of 2 of replica.*", output))
+    return sorted(re.findall(r"replica \d has .*", output))
 
 
 @needs_torchft
@@ -166,27 +150,42 @@ def test_slurm_starts_replicas_and_their_lighthouse(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(REPLICA)
     (tmp_path / "hostname").write_text("#!/bin/sh\necho 127.0.0.1\n")
     (tmp_path / "hostname").chmod(0o755)
-    settings = {"SCRIPT": tmp_path / "train.py", "RANKS_PER_REPLICA": 2, "LIGHTHOUSE_PORT": free_port()}
+    settings = {"SCRIPT": tmp_path / "train.py", "RANKS_PER_REPLICA": 1, "LIGHTHOUSE_PORT": free_port()}
     [result] = run_together(sbatch("replicas.sbatch", tmp_path, "a b", **settings))
     assert result.returncode == 0, result.stdout
-    assert replicas_in(result.stdout) == [f"rank 0 of 2 of replica {number}, sum 3, a b" for number in range(2)]
+    assert replicas_in(result.stdout) == [f"replica {number} has 1 ranks, a b" for number in range(2)]
 
 
 @needs_torchft
-def test_jobs_of_an_array_and_torchruns_are_replicas(tmp_path: Path) -> None:
+def test_jobs_of_an_array_torchruns_and_pods_are_replicas(tmp_path: Path) -> None:
+    """The lighthouse is that of Kubernetes."""
+    _, pods, job = yaml.safe_load_all(REPLICAS.read_text())
+    [server], [replica] = (each["spec"]["template"]["spec"]["containers"] for each in (pods, job))
     (tmp_path / "train.py").write_text(REPLICA)
-    with Lighthouse(0, "127.0.0.1").serving() as port:
-        lighthouse = {"LIGHTHOUSE": f"127.0.0.1:{port}", "SCRIPT": tmp_path / "train.py", "RANKS_PER_REPLICA": 2}
-        alone = {"SLURM_NNODES": 1, "SLURM_NTASKS": 1}
-        command, variables = sbatch("replica_array.sbatch", tmp_path, "a b", SLURM_ARRAY_TASK_ID=3, **lighthouse)
+    port = free_port()
+    process = subprocess.Popen([*server["command"][:-1], str(port)], env=environment(), preexec_fn=default_signals)
+    try:
+        there = {"LIGHTHOUSE": f"127.0.0.1:{port}", "SCRIPT": tmp_path / "train.py"}
+        given = {entry["name"]: entry["value"] for entry in replica["env"]}
+        given |= {**there, "RANKS_PER_REPLICA": 1, "GLOO_SOCKET_IFNAME": "lo", "JOB_COMPLETION_INDEX": 2}
+        array = {**there, "SLURM_ARRAY_TASK_ID": 3, "RANKS_PER_REPLICA": 1}
+        command, variables = sbatch("replica_array.sbatch", tmp_path, "a b", **array)
+        alone = {"SLURM_NNODES": "1", "SLURM_NTASKS": "1"}
         shell = [INTEGRATIONS / "torchrun" / "replica.sh", tmp_path / "train.py", "a b"]
         results = run_together(
-            (command, variables | {name: str(value) for name, value in alone.items()}),
-            (shell, environment(REPLICA=4, NPROC_PER_NODE=2, **lighthouse)),
+            ([*replica["command"], tmp_path / "train.py", "a b"], environment(**given)),
+            (command, variables | alone),
+            (shell, environment(REPLICA=4, NPROC_PER_NODE=2, **there)),
+            ranks=4,
         )
-    for result, number in zip(results, (3, 4), strict=True):
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    for result, number, ranks in zip(results, (2, 3, 4), (1, 1, 2), strict=True):
         assert result.returncode == 0, result.stdout
-        assert replicas_in(result.stdout) == [f"rank 0 of 2 of replica {number}, sum 3, a b"]
+        assert replicas_in(result.stdout) == [f"replica {number} has {ranks} ranks, a b"]
 
 
 def test_submitit_starts_a_script_that_finds_its_ranks(tmp_path: Path) -> None:
@@ -296,27 +295,6 @@ def test_replicas_on_kubernetes_follow_their_schemas() -> None:
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == job["spec"]["maxFailedIndexes"]
     volumes = {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in replica["volumeMounts"]} == volumes
-
-
-@needs_torchft
-def test_replicas_on_kubernetes_run_with_what_the_cluster_sets(tmp_path: Path) -> None:
-    _, lighthouse, job = yaml.safe_load_all(REPLICAS.read_text())
-    [server], [replica] = (each["spec"]["template"]["spec"]["containers"] for each in (lighthouse, job))
-    (tmp_path / "train.py").write_text(REPLICA)
-    port = free_port()
-    process = subprocess.Popen([*server["command"][:-1], str(port)], env=environment(), preexec_fn=default_signals)
-    try:
-        given = {entry["name"]: entry["value"] for entry in replica["env"]}
-        given |= {"LIGHTHOUSE": f"127.0.0.1:{port}", "RANKS_PER_REPLICA": 2, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [*replica["command"], tmp_path / "train.py", "a b"]
-        [result] = run_together((command, environment(**given, JOB_COMPLETION_INDEX=2)))
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-    assert result.returncode == 0, result.stdout
-    assert replicas_in(result.stdout) == ["rank 0 of 2 of replica 2, sum 3, a b"]
 
 
 def skypilot_task() -> dict[str, Any]:

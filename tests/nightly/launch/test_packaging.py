@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import lightning_pipesync
-from lightning_pipesync.core.extras import MODULES, TWINS
+from lightning_pipesync.core.extras import MODULES, TWINS, is_installed
 from tests.quick.launch.test_imports import imports_of
+from tests.support.commands import ROOT, environment
 
-ROOT = Path(__file__).parents[3]
 #: By folder of the package, the extras that install what it imports besides the requirements of the package itself.
 EXTRAS_OF = {
     "core": ("torchft",),
@@ -103,10 +103,6 @@ def test_the_oldest_constraints_are_the_lower_bounds(project: dict[str, Any]) ->
             assert re.sub(r"(\.0)+$", "", version) == re.sub(r"(\.0)+$", "", bound[1]), line
 
 
-def test_the_wheel_has_the_package_alone(project: dict[str, Any]) -> None:
-    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["lightning_pipesync"]}
-
-
 def test_the_version_has_one_source(project: dict[str, Any]) -> None:
     assert "version" not in project["project"]
     assert project["project"]["dynamic"] == ["version"]
@@ -166,3 +162,33 @@ def test_the_wheel_is_used_where_the_sources_are_not(built: Path, tmp_path: Path
     assert Path(where).is_relative_to(installed)
     assert said == f"pipesync {lightning_pipesync.__version__}"
     assert (installed / "bin" / "pipesync").exists()
+
+
+#: Lightning's other packages in place of it.
+TWIN = """
+import sys
+sys.modules["lightning"] = None
+import lightning_pipesync, lightning_fabric, pytorch_lightning
+
+from lightning_pipesync import PlanCallback, SelSyncStrategy, fabric
+assert issubclass(SelSyncStrategy, pytorch_lightning.strategies.DDPStrategy)
+assert issubclass(PlanCallback, pytorch_lightning.Callback)
+trainer = pytorch_lightning.Trainer(strategy="selsync", accelerator="cpu", devices=1, logger=False)
+assert type(trainer.strategy) is SelSyncStrategy
+found = lightning_fabric.Fabric(strategy="dear", accelerator="cpu", devices=1).strategy
+assert type(found) is fabric.DeARFabricStrategy
+assert not any(name.partition(".")[0] == "lightning" for name, module in sys.modules.items() if module)
+"""
+
+
+def test_the_twin_takes_the_place_of_lightning() -> None:
+    result = subprocess.run([sys.executable, "-c", TWIN], capture_output=True, text=True, env=environment())
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a user's own with configurations, beside a script."""
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("only_a_folder")
+    assert is_installed("torch")

@@ -1,12 +1,16 @@
-"""An import goes down the layers of docs/architecture.md, and no layer knows a framework that is not its own."""
+"""An import goes down the layers of docs/architecture.md, and the package can be used without any framework."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import environment
 
 ROOT = Path(__file__).parents[3] / "lightning_pipesync"
 #: From below to above.
@@ -66,10 +70,10 @@ def test_every_folder_is_on_a_level() -> None:
 
 
 def test_only_the_command_opens_the_laboratory() -> None:
-    """And the modules with its former names, and ``PlanCallback``, which is imported on request."""
+    """And ``PlanCallback``, which is imported on request."""
     outside = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "lab"]
     opened_by = [path.name for path in outside if any("lightning_pipesync.lab" in name for name in imports_of(path))]
-    assert sorted(opened_by) == ["__init__.py", "cli.py", "netlab.py", "plan.py"]
+    assert sorted(opened_by) == ["__init__.py", "cli.py"]
 
 
 def test_pictures_have_one_palette() -> None:
@@ -88,3 +92,59 @@ def test_triton_is_imported_when_a_kernel_is_launched() -> None:
     assert users - kernels == {modules[Path("shards.py")]}
     for node in ast.parse(modules[Path("shards.py")].read_text()).body:
         assert not (isinstance(node, ast.ImportFrom) and "kernels" in (node.module or "")), "outside of a function"
+
+
+#: The modules of all optional packages, and of what these need besides.
+OPTIONAL = (
+    *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics", "accelerate"),
+    *("transformers", "ray", "bayes_opt", "sklearn", "scipy", "pyroute2", "rich", "matplotlib"),
+    *("torchft", "opentelemetry"),
+)
+WITHOUT = f"import sys\nsys.modules |= dict.fromkeys({OPTIONAL})\n"
+#: What each public name says without them; a plain loop trains.
+NEEDS = """
+import lightning_pipesync
+from importlib import import_module
+from lightning_pipesync.cli import main
+
+def said(what, extra, use):
+    try:
+        use()
+    except ModuleNotFoundError as error:
+        assert str(error) == f'{what}: pip install "lightning-pipesync[{extra}]"', error
+        assert error.__cause__ is None and error.__context__ is None
+    else:
+        raise AssertionError(what)
+
+for name in ("SelSyncStrategy", "DeARStrategy", "StepReport", "PlanCallback"):
+    said(f"{name} needs Lightning", "lightning", lambda: getattr(lightning_pipesync, name))
+for name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
+    said(f"{name} needs Accelerate", "accelerate", lambda: getattr(lightning_pipesync, name))
+for name, of, needed, extra in (
+    *((name, "fabric", "Lightning", "lightning") for name in ("fabric", "lightning", "lightning.twin", "fabric.twin")),
+    ("accelerate", "accelerate", "Accelerate", "accelerate"),
+    ("transformers", "transformers", "transformers, Accelerate", "transformers"),
+    ("ray", "ray", "Ray, Lightning", "ray"),
+):
+    said(f"lightning_pipesync.{of} needs {needed}", extra, lambda: import_module(f"lightning_pipesync.{name}"))
+try:
+    from lightning_pipesync import SelSyncStrategy
+except ImportError as error:
+    assert "SelSyncStrategy needs Lightning" in str(error)
+assert not hasattr(lightning_pipesync, "none_such")
+import torch
+model = torch.nn.Linear(2, 2)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+sync = lightning_pipesync.DeAR(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(1, 2)).sum().backward()
+sync.step()
+sync.detach()
+main(["--help"])
+"""
+
+
+def test_the_core_needs_no_framework_and_what_needs_one_names_its_extra() -> None:
+    command = [sys.executable, "-c", WITHOUT + NEEDS]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert result.returncode == 0, result.stderr
+    assert "Available subcommands" in result.stdout
