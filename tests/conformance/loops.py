@@ -32,6 +32,7 @@ from tests.conformance.training import (
     network,
     optimizers_of,
     order,
+    pass_by,
     replica_of_process,
     scaler_of,
     scheduler_of,
@@ -105,9 +106,12 @@ def run_loop(
         batches = order(0 if method is not None and method.pipeline else rank, options.ranks)
     for index, indices in enumerate(batches[first:], first):
         x, y = batch_of(indices)
+        pass_by(options, "batch", loop)
         loop.train_on(index, x.to(options.device), y.to(options.device))
         if save is not None and (index + 1) % save.at == 0:
+            pass_by(options, "saving", loop)
             loop.save(save.path.with_name(f"{save.path.name}-{index + 1}"))
+    pass_by(options, "end", loop)
     own = None if loop.called is None else flat_state(loop.called.state_dict())
     return Result(loop.end(), batches[first:], loaded, loop.scale, loop.norms, own)
 

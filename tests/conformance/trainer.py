@@ -28,6 +28,7 @@ from tests.conformance.training import (
     loss_of,
     network,
     optimizers_of,
+    pass_by,
     replica_of_process,
     scaler_of,
     scheduler_of,
@@ -76,6 +77,16 @@ class Module(pl.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Finds consolidated weights, from which the training does not continue."""
+        pass_by(self.options, "validation", self)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return pass_by(self.options, "batch", self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        pass_by(self.options, "saving", self)
+
+    def on_train_end(self) -> None:
+        pass_by(self.options, "end", self)
 
 
 def fit(

@@ -49,7 +49,8 @@ class Options:
         device: type of the device that it is trained on.
         ranks: their number.
         ranks_per_replica: among which FSDP2 shards the network.
-        fault: what befalls rank 1 in its fifth forward pass, see :class:`Fault`.
+        passes: called with the name of each place that the training passes, and with who trains there: a rank may be
+            lost at any.
     """
 
     optimizer: str = "sgd"
@@ -65,7 +66,7 @@ class Options:
     device: str = "cpu"
     ranks: int = 2
     ranks_per_replica: int = 1
-    fault: Callable[[], object] | None = None
+    passes: Callable[[str, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,30 +113,38 @@ def replica_of_process(options: Options) -> int:
     return int(os.environ["RANK"]) // options.ranks_per_replica
 
 
-class Fault(nn.Tanh):
-    """Calls ``fault`` in its fifth forward pass on rank 1, which in a pipeline has the first layers."""
+class Passing(nn.Tanh):
+    """A layer that has a place in the forward and in the backward pass; in a pipeline of two it is on rank 1."""
 
-    def __init__(self, fault: Callable[[], object]) -> None:
+    def __init__(self, passes: Callable[[str, Any], Any]) -> None:
         super().__init__()
-        self.fault, self.passes = fault, 0
+        self.passes = passes
 
     def forward(self, x: Tensor) -> Tensor:
-        self.passes += 1
-        if self.passes == 5 and os.environ["RANK"] == "1":
-            self.fault()
+        if torch.is_grad_enabled():
+            self.passes("forward", self)
+            if x.requires_grad:
+                x.register_hook(lambda _: self.passes("backward", self))
         return super().forward(x)
 
 
 def network(options: Options, seed: int = 0) -> nn.Sequential:
     """Returns a classifier of 6 inputs."""
     torch.manual_seed(seed)
-    activation = nn.Tanh() if options.fault is None else Fault(options.fault)
+    activation = nn.Tanh() if options.passes is None else Passing(options.passes)
     hidden = options.hidden
     layers = nn.Sequential(nn.Linear(6, hidden), activation, nn.Dropout(options.dropout), nn.Linear(hidden, 2))
     return layers.to(options.device)
 
 
+def pass_by(options: Options, place: str, who: Any) -> Any:
+    """Tells the faults that `who` trains at `place`; returns what ends an epoch, if anything."""
+    return None if options.passes is None else options.passes(place, who)
+
+
 def optimizers_of(model: nn.Sequential, options: Options) -> list[Optimizer]:
+    """Returns new ones, before a method is attached."""
+    pass_by(options, "attach", model)
     parts = [model[0], model[3]] if options.several else [model]
     names, parameters = [options.optimizer] * len(parts), [list(part.parameters()) for part in parts]
     if options.optimizer == "muon":

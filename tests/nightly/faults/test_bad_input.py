@@ -1,103 +1,60 @@
-"""What commands that measure refuse, in words that name the setting and its value."""
+"""What commands that plan and measure refuse, in words that name the setting and its value."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.nightly.benchmarks.bench_runs import run_command
+from tests.support.bench_runs import run_command
 
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("bench step", "--model nope", ["model='nope'", "emulated-bert-large"]),
-        ("bench step", "--model cnn --ratio 1", ["ratio=[1.0]", "cnn"]),
-        ("bench step", "--ratio 0", ["ratio must be positive"]),
-        ("bench step", "--methods dear", ["ddp has to be among them"]),
-        ("bench step", "--methods ddp magic", ["'magic'", "dear, ea_pipe, local_sgd", "pipesync --import MODULE"]),
-        ("bench step", "--methods ddp dear:edges=1", ["'edges=1'", "edge_mb"]),
-        ("bench step", "--methods ddp dear:overlap=best", ["overlap", "'best'"]),
-        ("bench step", "--hosts 2 1", ["hosts=[2, 1]"]),
-        ("bench step", "--racks 2", ["racks=2", "rate"]),
-        ("bench timeline", "--methods zero", ["cannot be seen"]),
-        ("bench timeline", "--model cnn", ["model='cnn'", "emulated"]),
-        ("bench collectives", "--codecs zip", ["zip"]),
-        ("bench collectives", "--sizes_mib 0", ["sizes_mib"]),
-        ("bench collectives", "--rounds 0", ["rounds"]),
-        ("bench converge", "--task nope", ["task='nope'", "digits, topics"]),
-        ("bench converge", "--evaluate_on nope", ["evaluate_on", "test, validation", "'nope'"]),
-        (
-            "bench converge",
-            "--methods nope",
-            ["'nope'", "alone, ddp, ", "dear, local_sgd, parameter_server, pipe_sgd, selsync"],
-        ),
-        ("bench converge", "--methods selsync:detla=1", ["detla=1", "delta"]),
-        ("bench converge", "--methods selsync:delta=-1", ["delta must be at least 0"]),
-        ("bench converge", "--methods selsync:delta=x", ["delta must be a number", "'x'"]),
-        ("bench converge", "--methods local_sgd:participation=2", ["participation must be in (0, 1]"]),
-        ("bench converge", "--methods parameter_server:policy=bsp", ["policy must be one of"]),
-        ("bench converge", "--methods ddp:bucket_mb=0", ["bucket_mb"]),
-        ("bench converge", "--methods ddp ddp", ["different"]),
-        ("bench converge", "--labels_per_worker 11", ["labels_per_worker=11", "from 1 to 10"]),
-        (
-            "bench converge",
-            "--task topics --labels_per_worker 5",
-            ["labels_per_worker=5", "'topics' have no labels"],
-        ),
-        ("bench converge", "--methods selsync:injection=0.5", ["injection must be a pair (alpha, beta), got 0.5"]),
-        ("bench converge", "--methods selsync:injection=0.5:2", ["injection's beta"]),
-        ("bench converge", "--evaluations 0", ["evaluations"]),
-        ("bench converge", "--epochs 0", ["epochs"]),
-        ("bench converge", "--steps 0", ["steps must be at least 1"]),
-        ("plan", "--from nowhere.json", ["nowhere.json is not the plan.json of an earlier plan"]),
-        ("plan", "--from README.md", ["README.md is not the plan.json"]),
-        ("plan", "--model resnet51", ["neither MODULE:FUNCTION nor one of"]),
-        ("plan", "--model tests.nightly.lab.test_plan:nothing", ["has no attribute 'nothing'"]),
-        ("plan", "--hosts 1", ["needs at least 2"]),
-        ("plan", "--rate fast", ["'fast' is not a rate"]),
-        ("plan", "--compute_ms 0", ["compute_ms must be positive"]),
-        ("plan", "--rounds -1", ["rounds must not be negative"]),
-        ("plan", "--device tpu", ["device must be 'cpu' or 'cuda'"]),
-        *[("plan", "--device cuda", ["torch finds no GPU here"])] * (not torch.cuda.is_available()),
-        ("converge", "--slow 1:50%", ["slow", "1:50%", "compute"]),
-        ("converge", "--stalls 5%:10", ["stalls", "5%:10", "compute"]),
-        ("converge", "--compute fast", ["compute", "'fast' is not a duration"]),
-        ("converge", "--compute 0ms", ["compute must be more than 0"]),
-        ("converge", "--compute 1s --slow 1", ["slow", "'1' names no host"]),
-        ("converge", "--compute 1s --slow 1:150%", ["150%"]),
-        ("converge", "--compute 1s --slow 1:10mbit", ["slow", "share of the speed"]),
-        ("converge", "--compute 1s --slow 2:50%", ["slow: there is no host 2"]),
-        ("converge", "--compute 1s --slow 1:50% --slow 1:20%", ["slow: host 1 is named twice"]),
-        ("converge", "--compute 1s --stalls 5%", ["stalls='5%'", "SHARE%:FACTOR"]),
-        ("converge", "--compute 1s --stalls 5:10", ["stalls='5:10'", "not a share"]),
-        ("converge", "--compute 1s --stalls 5%:-1", ["stalls='5%:-1'", "positive"]),
-        ("converge", "--methods parameter_server:lr_scale=0", ["lr_scale must be a positive number"]),
-        ("pipeline", "--task nope", ["task='nope'", "digits"]),
-        ("pipeline", "--model nope", ["model='nope'", "resnet, vgg, cnn, mlp"]),
-        ("pipeline", "--methods nope", ["'nope'", "sgd, pipedream"]),
-        ("pipeline", "--methods ea_pipe:algorithm=naive", ["algorithm=naive", "elastic_force"]),
-        ("pipeline", "--methods ea_pipe:elastic_force=2", ["elastic_force must be between"]),
-        ("pipeline", "--methods sgd sgd", ["different"]),
-        ("pipeline", "--learning_rates 0", ["learning_rates", "0"]),
-        ("pipeline", "--momentum 1", ["momentum"]),
-        ("pipeline", "--batch_sizes 0", ["batch_sizes", "0"]),
-        ("pipeline", "--validation 1", ["validation"]),
-        ("pipeline", "--model mlp --stages 9 --methods naive", ["9 stages"]),
-        ("pipeline", "--stages 0", ["stages"]),
-        ("pipeline", "--stages 51 --methods naive", ["51 stages"]),
-        ("stages", "--methods pipe", ["'pipe' is not known", "ea_pipe"]),
-        ("stages", "--methods ea_pipe:replica=3", ["replica=3", "replicas"]),
-        ("stages", "--methods ea_pipe:elastic_force=2", ["elastic_force"]),
-        ("stages", "--stage_ms 0", ["stage_ms"]),
-        ("stages", "--activation_mib -1", ["activation_mib"]),
-        ("stages", "--hosts 1", ["hosts"]),
-        ("plan_accuracy", "--models transformer", ["has no size that can be chosen; there are emulated-alexnet"]),
-        ("plan_accuracy", "--ratio 0", ["ratio must be positive"]),
-        ("plan_accuracy", "--rates fast", ["'fast' is not a rate"]),
-        ("plan_accuracy", "--hosts 1", ["needs at least 2"]),
+#: By command: options, and what the message says of them.
+REFUSED: dict[str, list[tuple[str, list[str]]]] = {
+    "plan": [
+        ("--from nowhere.json", ["nowhere.json is not the plan.json of an earlier plan"]),
+        ("--from README.md", ["README.md is not the plan.json"]),
+        ("--model resnet51", ["resnet51", "neither MODULE:FUNCTION nor one of"]),
+        ("--model tests.support.models:nothing", ["has no attribute 'nothing'"]),
+        ("--hosts 1", ["needs at least 2"]),
+        ("--rate fast", ["'fast' is not a rate"]),
+        ("--compute_ms 0", ["compute_ms must be positive"]),
+        ("--rounds -1", ["rounds must not be negative"]),
+        ("--device tpu", ["device must be 'cpu' or 'cuda'"]),
+        *[("--device cuda", ["torch finds no GPU here"])] * (not torch.cuda.is_available()),
     ],
-)
+    "bench step": [
+        ("--model nope", ["model='nope'", "emulated-bert-large"]),
+        ("--model cnn --ratio 1", ["ratio=[1.0]", "cnn"]),
+        ("--ratio 0", ["ratio must be positive"]),
+        ("--methods dear", ["ddp has to be among them"]),
+        ("--methods ddp magic", ["'magic'", "dear, ea_pipe, local_sgd", "pipesync --import MODULE"]),
+        ("--methods ddp dear:edges=1", ["'edges=1'", "edge_mb"]),
+        ("--methods ddp dear:overlap=best", ["overlap", "'best'"]),
+        ("--hosts 2 1", ["hosts=[2, 1]"]),
+        ("--racks 2", ["racks=2", "rate"]),
+    ],
+    "bench collectives": [
+        ("--codecs zip", ["zip"]),
+        ("--sizes_mib 0", ["sizes_mib"]),
+        ("--rounds 0", ["rounds"]),
+    ],
+    "bench converge": [
+        ("--task nope", ["task='nope'", "digits, topics"]),
+        ("--methods selsync:detla=1", ["detla=1", "delta"]),
+        ("--methods selsync:delta=x", ["delta", "'x'"]),
+        ("--methods ddp ddp", ["different"]),
+        ("--labels_per_worker 11", ["labels_per_worker=11", "from 1 to 10"]),
+    ],
+    "converge": [
+        ("--slow 1:50%", ["slow", "1:50%", "compute"]),
+        ("--compute fast", ["compute", "'fast' is not a duration"]),
+        ("--compute 1s --slow 2:50%", ["slow: there is no host 2"]),
+        ("--compute 1s --stalls 5%", ["stalls='5%'", "SHARE%:FACTOR"]),
+    ],
+}
+ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), ROWS)
 def test_bad_input_is_named(name: str, options: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(name, options) == 2
     message = " ".join(capsys.readouterr().err.split())

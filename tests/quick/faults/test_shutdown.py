@@ -1,0 +1,209 @@
+"""How a process ends: with the exit code and the last line that it should have, and without a thread that aborts it.
+
+A program forks a process for each script, whose interpreter ends as that of the script does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.support.commands import environment, run_together
+from tests.support.harness import free_port, slots
+
+PROGRAM = """
+import atexit
+at_the_end = []
+atexit.register(lambda: [call() for call in at_the_end])  # what is registered first is called last
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+import lightning_pipesync
+torch.set_num_threads(1)
+
+def has_threads():
+    return any("gloo" in open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task"))
+
+folder, *scripts = sys.argv[1:]
+children = {}
+
+def wait():
+    child, status = os.wait()
+    print(children.pop(child), os.waitstatus_to_exitcode(status), flush=True)
+
+for number, script in enumerate(scripts):
+    child = os.fork()
+    if child == 0:
+        output = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{number}.json"
+        del sys.argv[1:]
+        exec(script)
+        sys.exit()
+    children[child] = number
+    if len(children) == 4:
+        wait()
+while children:
+    wait()
+"""
+GROUP = """
+from lightning_pipesync.core.comm.transport import Transport
+at_the_end.append(lambda: print("open at the end:", dist.is_initialized(), has_threads()))
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+Transport().close()
+for _ in range(1000):  # a thread names itself, once it runs
+    if has_threads():
+        break
+    time.sleep(0.01)
+print("before:", has_threads())
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)  # imports much of torch
+"""
+LATE = """
+from lightning_pipesync.core.faults import shutdown
+thread = threading.Thread(target=lambda: time.sleep({seconds}), name="late", daemon=True)
+thread.start()
+shutdown.join_thread(thread, 0.1)
+"""
+WAITING = """
+import signal
+from functools import partial
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.transport import Transport
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+transport = Transport(timeout_s=100)
+_, peer = transport.gather_objects(os.getpid())
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+queue = CommQueue("waits", transport.device, transport.traffic)
+queue.submit("recv", lambda: transport.recv(torch.empty(4), 1))
+queue.start_finishing()
+
+class Last:
+    def __del__(self, kill=partial(os.kill, peer, signal.SIGKILL), sleep=time.sleep):
+        kill()
+        sleep(2)
+
+sys.last = Last()
+time.sleep(1)  # the thread waits
+raise KeyError("a bug in the loop")
+"""
+ENDS = """
+from lightning_pipesync.core.faults.errors import add_last_line
+from lightning_pipesync.core.faults.torchrun import report_error_at_shutdown
+report_error_at_shutdown()
+report_error_at_shutdown()
+lost = RuntimeError("Connection closed by peer")
+add_last_line(lost, "Rank 1 is at fault")
+"""
+RECORDED = """
+import json
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    json.dump({"message": {"message": "what @record has written"}}, file)
+"""
+UNCAUGHT = """
+from lightning_pipesync.core.faults.errors import add_last_line
+from lightning_pipesync.core.faults.uncaught import call_if_uncaught
+undo = call_if_uncaught(lambda error: add_last_line(error, "the last line"))
+"""
+
+#: By name: the script, its exit code, and what its output ends with.
+SCRIPTS: dict[str, tuple[str, int, str]] = {
+    "the default group is destroyed, with its threads": (GROUP, 0, "before: True\nopen at the end: False False"),
+    "also if the user has": (GROUP + "dist.destroy_process_group()", 0, "open at the end: False False"),
+    "not after an error": (GROUP + "1 / 0", 1, "open at the end: True True"),
+    "a thread ends late": (LATE.format(seconds=1), 0, ""),
+    "a thread never ends": (LATE.format(seconds=1000) + "shutdown.LAST_S = 0.5", 0, ""),
+    "nor after an exit": (LATE.format(seconds=1000) + "shutdown.LAST_S = 0.5; raise SystemExit(3)", 3, ""),
+    "nor after an error": (LATE.format(seconds=1000) + "1 / 0", 1, "ZeroDivisionError: division by zero"),
+    "a thread waits for a peer, whose end it sees last": (WAITING, 1, "KeyError: 'a bug in the loop'"),
+    "an error gets its last line": (UNCAUGHT + "raise RuntimeError('a message')", 1, "a message\nthe last line"),
+    "not at a prompt": (UNCAUGHT + "sys.ps1 = '>>>'; raise RuntimeError('a message')", 1, "RuntimeError: a message"),
+    "nor if that was undone": (UNCAUGHT + "undo(); raise RuntimeError('a message')", 1, "RuntimeError: a message"),
+    "nor does an exit": (UNCAUGHT + "sys.exit('a message')", 1, "a message"),
+    "an error of torchrun's file": (ENDS + "raise KeyError('a bug')", 1, "KeyError: 'a bug'"),
+    "one that @record has written": (ENDS + RECORDED + "raise KeyError('a bug')", 1, "KeyError: 'a bug'"),
+    "one that names a rank": (ENDS + RECORDED + "raise lost", 1, "closed by peer\nRank 1 is at fault"),
+    "no error of torchrun's file": (ENDS + "sys.exit(3)", 3, ""),
+}
+if sys.version_info >= (3, 11):  # which has notes
+    SCRIPTS["an error of several words gets it, too"] = (UNCAUGHT + "raise KeyError('a', 'b')", 1, "the last line")
+#: What the file for torchrun's agent says at last.
+REPORTED = {
+    "an error of torchrun's file": "KeyError: 'a bug'",
+    "one that @record has written": "what @record has written",
+    "one that names a rank": "RuntimeError: Connection closed by peer\nRank 1 is at fault",
+    "no error of torchrun's file": None,
+}
+
+
+@cache
+def ended() -> dict[str, tuple[int, str, str | None]]:
+    """Returns of each script the exit code, the output, and what it has reported to torchrun's agent."""
+    scripts = [script.replace("{port}", str(free_port())) for script, _, _ in SCRIPTS.values()]
+    with TemporaryDirectory() as folder, slots(4):
+        command = [sys.executable, "-c", PROGRAM, folder, *scripts]
+        program = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=250)
+        assert program.returncode == 0, program.stderr
+        codes = dict(map(int, line.split()) for line in program.stdout.splitlines())
+        found = {}
+        for number, name in enumerate(SCRIPTS):
+            file = Path(folder) / f"{number}.json"
+            reported = json.loads(file.read_text())["message"]["message"] if file.exists() else None
+            found[name] = codes[number], (Path(folder) / str(number)).read_text(), reported
+        return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc, where Linux lists threads")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_process_ends_as_it_should(name: str) -> None:
+    code, output, reported = ended()[name]
+    assert code == SCRIPTS[name][1], output
+    assert output.rstrip().endswith(SCRIPTS[name][2]), output
+    if name in REPORTED:
+        assert reported == REPORTED[name]
+
+
+LOOP = """
+import torch
+import torch.distributed as dist
+from lightning_pipesync import SelSync
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+sync = SelSync(model, optimizer, delta=0.0)
+for i in range(100):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).sum().backward()
+    if i == 3 and dist.get_rank() == 1:
+        raise KeyError("a bug in the loop")
+    sync.step()
+"""
+
+
+def assert_torchrun_names_the_rank_at_fault(script: str, folder: Path, *arguments: str) -> None:
+    """Its last lines are the traceback of the rank that ended first: of the one at fault, or of one that names it."""
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    with slots(2):
+        [result] = run_together(([*command, folder / "train.py", *arguments], environment()))
+    assert result.returncode == 1, result.stdout
+    said = result.stdout.rpartition("Root Cause (first observed failure):")[2].rstrip("=\n ")
+    last = said.splitlines()[-1].strip()
+    if re.search(r"^  rank +: 1 ", said, re.MULTILINE):
+        assert last == "KeyError: 'a bug in the loop'", result.stdout
+    else:
+        assert re.match(r"(RuntimeError: )?Rank 1 \(host .*is at fault: it raised KeyError: 'a bug in", last), last
+
+
+def test_the_last_lines_of_torchrun_name_the_rank_at_fault(tmp_path: Path) -> None:
+    assert_torchrun_names_the_rank_at_fault(LOOP, tmp_path)
