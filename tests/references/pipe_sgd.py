@@ -206,6 +206,11 @@ def parameters_of(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def flat(model: nn.Module) -> Tensor:
+    """All parameters of a model in one vector."""
+    return flat_of(list(model.parameters()))
+
+
 def flat_of(parameters: Sequence[Tensor]) -> Tensor:
     """One vector of parameters, as their gradients become ready."""
     return torch.cat([p.detach().reshape(-1) for p in list(parameters)[::-1]])
@@ -279,9 +284,9 @@ def simulate(
                     loss(model, t * accumulate + micro, rank).backward()  # lines 6 to 8
                 own.append([p.grad for p in loop.parameters])
         loop.step(own)
-        weights.append(flat_of(list(model.parameters())))
+        weights.append(flat(model))
     while drain and loop.in_flight:
         loop.apply_oldest()
         if not loop.in_flight:
-            weights.append(flat_of(list(model.parameters())))
+            weights.append(flat(model))
     return weights

@@ -6,10 +6,10 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, prediction
-from tests.quick.methods.test_pipe_sgd import flat
+from tests.references.pipe_sgd import flat, flat_of
+from tests.support.case_table import launch_cases
 from tests.support.harness import assert_raised, on_ranks, raised
 from tests.support.models import OPTIMIZERS, Run, batch, loss, seeded_mlp
 
@@ -28,30 +29,28 @@ def look_everywhere() -> dict[str, bool]:
     model, sync = run.model, run.sync
     run.steps(range(2))
     x, _ = batch(0, dist.get_rank())
-    true = flat(model).clone()
-    found: dict[str, bool] = {}
+    true, found = flat(model).clone(), {}
 
-    def note(where: str) -> None:
-        found[where] = torch.equal(flat(model), true)
+    def note(where: str, weights: Tensor | None = None, expected: Tensor = true) -> None:
+        found[where] = torch.equal(flat(model) if weights is None else weights, expected)
 
-    def forward(within: Callable[[Tensor], Tensor] = model) -> None:
-        within(x)
+    def saved() -> Tensor:
+        return flat_of(list(model.state_dict().values()))
 
     note("after a step")
     with torch.no_grad():
-        forward()
+        model(x)
     note("after a forward pass without gradients")
-    forward(model[0])
+    model[0](x)
     note("after one of a layer")
-    saved = torch.cat([value.reshape(-1) for value in list(model.state_dict().values())[::-1]])
-    found["in a state_dict"] = torch.equal(saved, true)
+    note("in a state_dict", saved())
     note("after a state_dict in the midst of a step")
     sync.flush()
     note("after flush")
-    forward()
+    model(x)
     note("after a forward pass of an evaluation that needs gradients")
     sync.resume()
-    forward()
+    model(x)
     note("when the training goes on")
     sync.flush()
     note("after flush in the midst of a step")
@@ -63,32 +62,25 @@ def look_everywhere() -> dict[str, bool]:
         hook = model.register_state_dict_pre_hook(lambda *_: 1 / 0)
         model.state_dict()
     hook.remove()
-    forward()
-    saved = torch.cat([value.reshape(-1) for value in list(model.state_dict().values())[::-1]])
-    found["in a state_dict after one that has raised"] = torch.equal(saved, true)
+    model(x)
+    note("in a state_dict after one that has raised", saved())
     predicted = flat(model)
-    of_ranks = sync.transport.gather_objects(predicted)
-    found["on all ranks"] = torch.equal(of_ranks[0], of_ranks[1])
+    note("on all ranks", *sync.transport.gather_objects(predicted))
     with torch.no_grad():
         model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    found["after loading"] = torch.equal(flat(model), true + 1)
-    forward()
+    note("after loading", expected=true + 1)
+    model(x)
     found["from where it was loaded"] = not torch.allclose(flat(model), predicted, atol=0.5)
     sync.detach()
-    found["after detach"] = torch.equal(flat(model), true + 1)
-    forward()
-    found["after detach, and a forward pass"] = torch.equal(flat(model), true + 1)
+    note("after detach", expected=true + 1)
+    model(x)
+    note("after detach, and a forward pass", expected=true + 1)
     return found
 
 
 def test_who_finds_the_true_weights() -> None:
-    predicted = {
-        "after one of a layer",
-        "after a state_dict in the midst of a step",
-        "when the training goes on",
-        "when the step goes on",
-        "on all ranks",
-    }
+    predicted = {"after one of a layer", "after a state_dict in the midst of a step", "when the training goes on"}
+    predicted |= {"when the step goes on", "on all ranks"}
     for found in on_ranks(look_everywhere, 2):
         assert {where for where, are_true in found.items() if not are_true} == predicted
 
@@ -154,11 +146,11 @@ def train(way: str) -> Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled_recomputed_and_functional_models(way: str) -> None:
-    outcomes = on_ranks(train, 2, way)
-    assert torch.equal(*outcomes), "the ranks agree"
-    assert way == "normed" or torch.equal(outcomes[0], on_ranks(train, 2, "plain")[0])
+def test_compiled_recomputed_and_functional_models() -> None:
+    outcomes = launch_cases({way: partial(train, way) for way in WAYS}, 2)
+    for way in WAYS:
+        assert torch.equal(*outcomes[way]), "the ranks agree"
+        assert way == "normed" or torch.equal(outcomes[way][0], outcomes["plain"][0])
 
 
 class Normalized(SGD):
@@ -200,16 +192,14 @@ def predict_with(optimizer_class: type[Optimizer], block_mb: float) -> tuple[tup
     return outcome
 
 
-@pytest.mark.parametrize(("optimizer", "block_mb"), [(SGD, 1.0), (SGD, 1e-5), (Normalized, 1e-5)])
-def test_what_optimizers_predict(optimizer: type[Optimizer], block_mb: float) -> None:
-    """Those of torch in blocks, others as a whole."""
-    for refused, weights, expected in on_ranks(predict_with, 2, optimizer, block_mb):
+def test_what_optimizers_predict() -> None:
+    """Those of torch in blocks, others as a whole; one that cannot is named."""
+    kinds = [(SGD, 1e-5), (Normalized, 1e-5), (Attached, 1.0)]
+    outcomes = launch_cases({kind: partial(predict_with, kind, block_mb) for kind, block_mb in kinds}, 2)
+    for refused, weights, expected in outcomes[SGD] + outcomes[Normalized]:
         assert refused is None
         assert torch.equal(weights, expected)
-
-
-def test_an_optimizer_that_cannot_predict_is_named() -> None:
-    for refused, _, _ in on_ranks(predict_with, 2, Attached, 1.0):
+    for refused, _, _ in outcomes[Attached]:
         assert_raised(refused, "RuntimeError", "Attached failed to step copies", "delay_compensation='none'")
 
 
@@ -281,72 +271,6 @@ def test_nothing_that_is_written_is_lost_without_a_word() -> None:
         assert torch.equal(of_ranks[0], of_ranks[1])
         assert followed, "frozen parameters are left alone"
         assert_raised(lost, "RuntimeError", "student.0.weight was written to", "true_weights()")
-
-
-def save(settings: dict[str, Any]) -> tuple[int, Tensor]:
-    """Returns bytes of own gradients in a saved state, and the weights of a run that goes on from it."""
-    run = Run(PipeSGD, lambda model: SGD(model.parameters(), lr=0.1), **settings)
-    run.steps(range(2))
-    saved = run.sync.state_dict()
-    own = saved["pipes"][0]["in_flight"][0]["own"]
-    run.sync.load_state_dict(saved)
-    run.steps(range(2))
-    weights = flat(run.model).clone()
-    run.sync.detach()
-    return sum(gradient.nbytes for gradient in own.values() if gradient is not None), weights
-
-
-def test_own_gradients_may_be_left_out_of_checkpoints() -> None:
-    size = sum(p.nbytes for p in seeded_mlp().parameters())
-    cases: list[dict[str, Any]] = [{}, {"checkpoint_own_gradients": False}, {"delay_compensation": "momentum"}]
-    whole, small, momentum = (on_ranks(save, 2, settings) for settings in cases)
-    assert [[num_bytes for num_bytes, _ in one] for one in (whole, small, momentum)] == [[size] * 2, [0] * 2, [0] * 2]
-    for (_, weights), (_, others) in (whole, small, momentum):
-        assert torch.equal(weights, others)
-    assert not torch.equal(whole[0][1], small[0][1])
-    assert torch.allclose(whole[0][1], small[0][1], atol=0.05), "it predicts with the averages"
-
-
-class Branches(nn.Module):
-    """Two layers of which one joins late, or both take turns."""
-
-    def __init__(self, takes_turns: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.takes_turns = nn.Linear(6, 3), nn.Linear(6, 3), takes_turns
-
-    def used(self, step: int) -> list[nn.Module]:
-        if self.takes_turns:
-            return [self.first if step % 2 else self.second]
-        return [self.first, self.second] if step >= 3 else [self.first]
-
-
-def train_branches(takes_turns: bool, staleness: int, compensation: str) -> Tensor:
-    """Trains with gradients that begin late, which are the same on all ranks; without staleness, synchronously."""
-    torch.manual_seed(0)
-    model = Branches(takes_turns)
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = PipeSGD(model, optimizer, staleness=staleness, delay_compensation=compensation) if staleness else None
-    for step in range(8):
-        model.zero_grad()
-        x, y = batch(step, rank=0)
-        nn.functional.cross_entropy(sum(layer(x) for layer in model.used(step)), y).backward()
-        (sync or optimizer).step()
-    if sync is not None:
-        sync.drain()
-        sync.flush()
-        sync.detach()
-    return flat(model)
-
-
-@pytest.mark.parametrize("takes_turns", [False, True])
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("compensation", ["prediction", "momentum"])
-def test_a_parameter_may_get_its_first_gradient_late(takes_turns: bool, staleness: int, compensation: str) -> None:
-    """With SGD's momentum. As all ranks have the same gradients, predictions by these are synchronous training."""
-    first, second = on_ranks(train_branches, 2, takes_turns, staleness, compensation)
-    assert torch.equal(first, second)
-    if compensation == "prediction":
-        torch.testing.assert_close(first, train_branches(takes_turns, 0, "none"))
 
 
 def transform() -> list[tuple[Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import CODECS
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig, layout
-from tests.references.pipe_sgd import flat_of, simulate
+from tests.references.pipe_sgd import flat, simulate
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_raised, assert_refused, on_ranks, raised
 from tests.support.models import OPTIMIZERS, Run, batch, loss, seeded_mlp
@@ -104,10 +104,10 @@ def train_on(
         elif loop.get("clip") == "value":
             run.sync.clip_value(0.01)
         run.sync.step()
-        weights.append(flat_of(list(run.model.parameters())))
+        weights.append(flat(run.model))
     if run.sync.config.drain:
         run.sync.drain()
-        weights.append(flat_of(list(run.model.parameters())))
+        weights.append(flat(run.model))
     metrics = run.sync.metrics()
     run.sync.detach()
     return weights, metrics
