@@ -30,8 +30,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "codecs": ("--mib 0.1 --rounds 1", "int8", ""),
     "collectives": ("--sizes_mib 0.01 0.1 --rounds 1", "ours: push + pull, central server", "collectives"),
     "converge": (
-        "--compute 1ms --slow 1:50% --stalls 10%:1 --steps 4 --evaluations 2 --methods ddp parameter_server "
-        "parameter_server:policy=async selsync:delta=1",
+        "--compute 1ms --slow 1:50% --stalls 10%:1 --steps 4 --evaluations 2 --methods ddp selsync:delta=1 "
+        "parameter_server:policy=sync parameter_server:policy=async",
         "digits on 2 hosts, 1ms a step, host 1 at 50%, stalls 10%:1",
         "converge errors_2 staleness_2",
     ),
@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "### 2 replicas, a kill each 1.5 s",
         "goodput",
     ),
-    "gossip": ("--replicas 4 --rounds 10 --repetitions 2", "ring", "gossip"),
+    "gossip": ("--replicas 4 --rounds 10 --repetitions 2", "seconds over exact", "gossip"),
     "large_batches": ("--batch_sizes 32 64 --epochs 1 --seeds 0", "### Large mini-batches: digits", "large_batches"),
     "overhead": ("--steps 3", "share of a plain step", ""),
     "pipe_bound": ("--staleness 0 1 --steps 50 --trainings 1", "below the bound for every k and T", "pipe_bound"),
@@ -51,9 +51,13 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "diverged |",
         "pipeline pipeline_by_rate",
     ),
-    "plan_accuracy": ("--models emulated-alexnet --compute_ms 20 --ratio 0.002 --steps 1 --rounds 1", "off by", ""),
+    "plan_accuracy": (
+        "--models emulated-alexnet --compute_ms 20 --ratio 0.002 --steps 1 --rounds 1",
+        "off by",
+        "accuracy",
+    ),
     "scaling": ("--scale 0.002 --ratio 0.5 --steps 1 --rounds 1 --hosts 2", "| 0.5 | 2 |", "scaling"),
-    "selsync_overhead": ("--steps 10 --rounds 1", "window", ""),
+    "selsync_overhead": ("--steps 10 --rounds 1", "microseconds a step", ""),
     "sensitivity": (
         "--tasks digits --workers 2 --seeds 0 1 --epochs 1 --evaluations 3",
         "The Hessian beside the gradient",
@@ -62,7 +66,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "side_by_side": (
         "--hosts 4 --methods 1f1b 1f1b:num_pipelines=2 --learning_rates 0.01 --epochs 1 --seeds 0",
         "### digits on 4 ranks",
-        "side_by_side",
+        "",
     ),
     "stages": (
         "--methods ea_pipe ea_pipe:replicas=4 gpipe --stage_ms 3 --activation_mib 0.01 --steps 2 --rounds 1",
@@ -82,7 +86,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "sizes tried in",
         "speedup scaling breakdown",
     ),
-    "timeline": ("--scale 0.01 --bucket_mb 0.1 --methods ddp byte-scheduler", "byte-scheduler", "timeline"),
+    "timeline": ("--scale 0.01 --bucket_mb 0.1 --methods ddp byte-scheduler", "ByteScheduler", "timeline"),
     "weight_density": ("--hosts 2 --epochs 1 --seeds 0", "workers (Fig. 11)", "weight_density"),
 }
 #: Those that a launcher starts, or that other files run.

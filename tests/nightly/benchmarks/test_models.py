@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import pytest
-import torch
 
 import benchmarks.baselines.networks  # noqa: F401 - adds them to the models
 from lightning_pipesync.lab.bench.models import (
     TABLES,
-    BenchModel,
     build_model,
 )
 
@@ -75,26 +72,6 @@ def test_an_emulated_model_has_the_tensors_and_takes_the_time_that_were_asked_fo
         assert between - begin == pytest.approx(forward, rel=0.05)
         assert clock.now - between == pytest.approx(backward, rel=0.05)
     assert ready == [name.rpartition(".")[0] for name in parameters][::-1] * 5
-
-
-def backward_once(model: BenchModel, rank: int = 0) -> torch.Tensor:
-    loss = model.loss(model.module, model.make_batch(rank))
-    loss.backward()
-    return loss
-
-
-@pytest.mark.parametrize("name", ["transformer", "cnn", "resnet50", "bert-base", "emulated-resnet50"])
-def test_every_parameter_has_a_gradient(name: str) -> None:
-    if name in ("resnet50", "bert-base"):
-        pytest.importorskip("transformers")
-    settings: dict[str, Any] = {"scale": 1e-3} if name.startswith("emulated-") else {"batch_size": 2}
-    model = build_model(name, **settings)
-    loss = backward_once(model)
-    assert loss.shape == ()
-    assert all(parameter.grad is not None for parameter in model.module.parameters())
-    assert {id(layer) for layer in model.layers} <= {id(module) for module in model.module.modules()}
-    assert repr(model.make_batch(1)) == repr(model.make_batch(1))
-    assert repr(model.make_batch(1)) != repr(model.make_batch(2))
 
 
 def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

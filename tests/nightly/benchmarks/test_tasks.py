@@ -15,7 +15,7 @@ from torch import nn
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench.tasks import READ_TASKS, RECIPES, build_task
 from tests.support.bench_runs import result_of
-from tests.support.tiny_data_sets import LINE, WRITERS, write_cifar10
+from tests.support.tiny_data_sets import WRITERS, write_cifar10
 
 
 def rates_of(task: str, model: str, steps: int) -> list[float]:
@@ -36,7 +36,7 @@ def rates_of(task: str, model: str, steps: int) -> list[float]:
 PAPERS: dict[tuple[str, str], tuple[dict[str, Any], int, float, int, float | None, list[tuple[float, int]]]] = {
     ("cifar10", "resnet101"): (
         {"kind": "SGD", "weight_decay": 0.0004, "momentum": 0.9, "nesterov": False},
-        *(32, 22_800 * 16 * 32 / 50_000, 1, 98.5, [(0.1, 110), (0.01, 40), (0.001, 50)]),
+        *(32, 22_800 * 16 * 32 / 50_000, 1, 98.5, [(0.1, 110), (0.01, 40), (0.001, 83)]),
     ),
     ("cifar100", "vgg11"): (
         {"kind": "SGD", "weight_decay": 0.0005, "momentum": 0.9},
@@ -84,20 +84,6 @@ def test_cifar10_is_read(tmp_path: Path) -> None:
     parts = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     sample = (task.train_set[5][0] * deviation.view(3, 1, 1) + mean.view(3, 1, 1)) * 255
     assert any(torch.allclose(sample, one.float(), atol=1e-3) for part in parts for one in (part, part.flip(2)))
-
-
-def test_wikitext_is_read(tmp_path: Path) -> None:
-    WRITERS["wikitext"](tmp_path)
-    task = build_task("wikitext", data=tmp_path)
-    words = [word for line in (LINE * 12).splitlines() for word in [*line.split(), "<eos>"]]
-    vocabulary = list(dict.fromkeys(["<unk>", *words]))
-    assert len(task.train_set) == (len(words) - 1) // 35
-    [window] = task.train_set[1]
-    assert window.shape == (36,)
-    assert [vocabulary[number] for number in window.tolist()] == words[35:71]
-    tested = [number for i in range(len(task.test_set)) for number in task.test_set[i][0].tolist()]
-    assert tested.count(0) > task.train_set[0][0].tolist().count(0), "a word that the training text has not"
-    assert task.build_module().head.out_features == len(vocabulary)
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

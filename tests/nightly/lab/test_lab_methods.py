@@ -89,7 +89,9 @@ def test_a_method_in_a_module_of_the_user_is_timed_and_planned(user_folder: Path
     step = ["bench", "step", "--scale", "0.001", "--bucket_mb", "1", "--methods", "ddp", "of_user"]
     for words in (step, ["plan", "--model", "tests.quick.lab.test_plan:small_model"]):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        ended = subprocess.run([*command, *words, *shared], env=environment, capture_output=True, text=True)
+        ended = subprocess.run(
+            [*command, *words, *shared], env=environment, capture_output=True, text=True, timeout=600
+        )
         assert ended.returncode == 0, ended.stderr
     [result] = json.loads((user_folder / "step.json").read_text())["results"]
     assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "of_user"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -138,22 +137,6 @@ def test_without_root_hosts_are_emulated_in_a_user_namespace(nothing_left: None)
     job = without_root("--rate", "200mbit", "--", "echo", "host {rank} at {address}")
     assert sorted(job.stdout.splitlines()) == ["[0] host 0 at 198.18.0.1", "[1] host 1 at 198.18.0.2"]
     assert (job.returncode, job.stderr) == (0, "")
-
-
-@needs_machine
-def test_a_kernel_without_the_token_bucket_is_named_and_all_is_undone(
-    monkeypatch: pytest.MonkeyPatch, nothing_left: None
-) -> None:
-    from pyroute2.netlink.exceptions import NetlinkError
-
-    from lightning_pipesync.lab.netlab import kernel
-
-    def unknown_queue(rate: int) -> int:
-        raise NetlinkError(errno.ENOENT, "as the kernel answers")
-
-    monkeypatch.setattr(kernel, "burst_bytes", unknown_queue)
-    with pytest.raises(RuntimeError, match="no tbf"), Network(2):
-        pass
 
 
 @needs_machine

@@ -296,8 +296,9 @@ def test_a_trial_that_fails_is_a_row_with_its_error(fault: str, found: Outcomes)
     assert "no way" in dear["error"]
     assert second["dear:fusion=buffer"] == dear
     assert len(ddp["seconds"]) == len(pipe_sgd["seconds"]) == 2
-    size = 4 * (64 * 64 + 64 + 64 + 1)
-    assert 3 * size < ddp["resident_bytes"] < pipe_sgd["resident_bytes"] < 12 * size
+    if fault == "at once":
+        size = 4 * (64 * 64 + 64 + 64 + 1)
+        assert 3 * size < ddp["resident_bytes"] < pipe_sgd["resident_bytes"] < 12 * size
 
 
 def test_what_does_not_fit_beside_others_is_no_fault_of_the_method(found: Outcomes) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench import converge_report, job, step_report, timeline
-from lightning_pipesync.lab.bench.collectives import tables_of
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import Step
 from lightning_pipesync.lab.bench.tables import show, table
@@ -77,16 +76,6 @@ def test_time_that_is_hidden() -> None:
     spans_as_saved = [{"kind": kind, "number": 0, "start": start, "end": end} for kind, start, end in spans]
     text = timeline.as_markdown({"timelines": [{"name": "one", "spans": spans_as_saved, "steps": [7.0]}]})
     assert "| one | 7000 | 5000 | 4000 | 50% |" in text
-
-
-def test_collectives_beside_their_predictions() -> None:
-    """A second that was measured where 1.5 s are predicted is an error of +51 %."""
-    row = {"codec": "none", "num_bytes": MIB, "seconds": [1.0], "processor_seconds": [1.0], "limit": 0.5}
-    row |= {"implementation": "ours", "operation": "all_reduce", "predicted": 1.506}
-    fit = {"implementation": "ours", "operation": "all_reduce", "alpha": 1e-3, "beta": 1 / MIB}
-    result = {"world_size": 4, "bandwidth": 1e6, "fits": [{**fit, "alpha_error": 0, "beta_error": 0}]}
-    assert "| ours: all_reduce | 1506.0 (+51%) |" in tables_of({**result, "rows": [row]})
-    assert "Predicted" not in tables_of({**result, "rows": [{**row, "predicted": None}], "fits": []})
 
 
 def trainings(points: dict[str, list[list[float]]], higher_is_better: bool, target: float) -> dict[str, Any]:
