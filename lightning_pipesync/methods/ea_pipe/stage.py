@@ -221,7 +221,7 @@ class ModelStage:
         self._partial = None
         self.weights.load_state_dict(state["weights"])
         self.weights.load_master()
-        self._averages.load_state_dict(state.get("averages", {}))  # not in checkpoints of earlier versions
+        self._averages.load_state_dict(state["averages"])
 
     def close(self, timeout_s: float) -> None:
         channels = self._channels

@@ -228,5 +228,5 @@ class PassCancelled(BaseException):
 
 def versions_in(state: Mapping[str, Any], num_servers: int) -> tuple[int, ...]:
     """Returns the versions of all servers' shards in a learner's saved state, which may have had other servers."""
-    versions = state.get("versions") or (state["version"],)  # releases before had one for all
+    versions = state["versions"]
     return tuple(versions) if len(versions) == num_servers else (max(versions),) * num_servers
