@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -163,6 +164,36 @@ def test_two_optimizers(compensation: str) -> None:
         reference.append(flat(model))
     for outcome in on_ranks(alternate, 2, compensation):
         assert all(map(torch.equal, outcome, reference))
+
+
+class Counting(SGD):
+    """Keeps counts among its hyper-parameters, as some optimizers do."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__([{"params": list(parameters), "taken": 0, "in_place": torch.zeros(())}], lr=1.0)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            group["taken"] += 1
+            group["in_place"].add_(1)
+        return super().step(closure)
+
+
+def count() -> list[tuple[int, float, float]]:
+    run, counts = Run(PipeSGD, lambda model: Counting(model.parameters()), staleness=2), []
+    [group] = run.optimizer.param_groups
+    for step in range(6):
+        group["lr"] = 1.0 / (1 + step)
+        run.step(step)
+        counts.append((group["taken"], float(group["in_place"]), group["lr"]))
+    run.sync.detach()
+    return counts
+
+
+def test_what_an_optimizer_changes_itself_goes_on() -> None:
+    """Its hyper-parameters are those of the gradient's step, as a schedule has set them; then the present ones."""
+    [counts] = on_ranks(count, 1)
+    assert counts == [(max(0, step - 1), max(0, step - 1), 1.0 / (1 + step)) for step in range(6)]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
