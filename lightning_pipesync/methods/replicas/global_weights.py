@@ -48,11 +48,6 @@ class OuterStep:
         return self._optimizers[index].state_dict()["state"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "states" not in state:  # every rank had the whole state
-            raise ValueError(
-                "The outer step's state in this checkpoint is of an earlier version: remove the key 'pipesync' from it "
-                "to start from the averaged weights."
-            )
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
 

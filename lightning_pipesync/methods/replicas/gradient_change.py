@@ -120,12 +120,9 @@ class Threshold:
         return {"delta": self.delta, "given": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned, if delta was found then and is now, or the constant is that.
-
-        A state of an earlier version has neither a constant nor what was set in its place.
-        """
-        if state.get("given") == self._given:
-            self.delta = state.get("delta", self.delta)
+        """Resumes from :meth:`state_dict`, if delta was found then and is now, or the constant is the same."""
+        if state["given"] == self._given:
+            self.delta = state["delta"]
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class RegroupedReplicaMethod(ReplicaMethod):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`ReplicaMethod.load_state_dict`; with ``lighthouse`` before :meth:`join`."""
         super().load_state_dict(state)
-        if self.config.lighthouse is not None and "place" in state:
+        if self.config.lighthouse is not None:
             self._place = self._resumed = tuple(state["place"])
 
     def _check_place(self, rank: int, world_size: int) -> None:

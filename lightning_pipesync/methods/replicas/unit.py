@@ -189,7 +189,7 @@ class ReplicaUnit:
         self._drop_pass()
         self._fragments.load_state_dict(state["fragments"])
         load_optimizer_state(self.optimizer, state["optimizer"])
-        self._states_diverged = state.get("states_diverged", True)  # not in checkpoints of earlier versions
+        self._states_diverged = state["states_diverged"]
         if state["trigger"]:
             self.policy.load_state_dict(state["trigger"])
         self._set_counters(state)
@@ -229,8 +229,7 @@ class ReplicaUnit:
     def _set_counters(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_local_steps = state["steps"]
         self._num_started = state["started"]
-        if "step_size" in state:  # not in checkpoints of earlier versions
-            self._step_size.load_state_dict(state["step_size"])
+        self._step_size.load_state_dict(state["step_size"])
         self._begin_phase()
 
     def _begin_phase(self) -> None:

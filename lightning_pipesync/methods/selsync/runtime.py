@@ -146,15 +146,6 @@ class SelSync(ReplicaMethod):
         synchronized = self.num_synchronized_steps - before["synchronized_steps"]
         return f"{1 - synchronized / num_steps:.0%} of {counted(num_steps, 'step')} were local"
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :meth:`ReplicaMethod.load_state_dict`; resumes from states of earlier versions, too."""
-        units = state["units"]
-        if "fragments" not in units[0]:
-            units = [_of_earlier_version(unit) for unit in units]
-            local, synchronized = state["steps"]  # of all optimizers
-            units[0]["steps"] = [local + synchronized, local]
-        super().load_state_dict({**state, "units": units})
-
     def _shape_settings(self) -> dict[str, Any]:
         return {
             **super()._shape_settings(),
@@ -163,13 +154,3 @@ class SelSync(ReplicaMethod):
             "outer_momentum": [self.config.outer_momentum_of(optimizer) for optimizer in self.optimizers],
             **self.config.low_rank_settings,
         }
-
-
-def _of_earlier_version(unit: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **unit,
-        "fragments": {"replicas": unit["replicas"], "flights": {}},
-        "trigger": {**unit["trigger"], "gradients": unit["gradients"]},
-        "steps": [0, 0],
-        "started": 0,
-    }
