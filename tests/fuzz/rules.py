@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tests.fuzz.training import Replica
-from tests.references.selsync import next_delta, relative_change
-
-if TYPE_CHECKING:
-    pass
+from tests.references.local_sgd import is_due
+from tests.references.selsync import Decisions, mean, squared_norm
 
 Settings = dict[str, Any]
-
-
-def mean(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean, added in the order of the ranks, in float32 at least."""
-    at_least = torch.promote_types(tensors[0].dtype, torch.float32)
-    total = tensors[0].to(at_least)
-    for tensor in tensors[1:]:
-        total = total + tensor.to(at_least)
-    return (total / len(tensors)).to(tensors[0].dtype)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -240,28 +227,13 @@ class SelectivelySynchronized(Replicated):
 
     def __init__(self, replicas: list[Replica], settings: Settings) -> None:
         super().__init__(replicas, settings)
-        indices = range(len(replicas[0].optimizers))
-        self.squared_norms: list[list[list[float]]] = [[[] for _ in replicas] for _ in indices]
-        delta = settings["delta"]
-        self.thresholds = [0.01 * settings["smoothing"] if delta == "auto" else delta for _ in indices]
-        self.flags = [False for _ in indices]
-        self.before: Any = None
+        given = {name: settings[name] for name in ("delta", "lssr", "window", "smoothing")}
+        self.decisions = [Decisions(len(replicas), **given) for _ in replicas[0].optimizers]
+        self.flags = [False for _ in self.decisions]
 
     def measure(self, index: int) -> None:
-        self.before = copy.deepcopy((self.squared_norms[index], self.thresholds[index]))
-        changes = []
-        for optimizer, values in zip(self.optimizers(index), self.squared_norms[index], strict=True):
-            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-            squared_norm = sum(float(gradient.double().square().sum()) for gradient in gradients)
-            if not math.isfinite(squared_norm):
-                changes.append(math.inf)
-                continue
-            values.append(squared_norm)
-            changes.append(relative_change(values, self.settings["window"], self.settings["smoothing"]))
-        threshold = self.thresholds[index]
-        self.flags[index] = threshold < math.inf and max(changes) >= threshold
-        if self.settings["delta"] == "auto" and max(changes) < math.inf:
-            self.thresholds[index] = next_delta(threshold, self.settings["lssr"], self.flags[index])
+        gradients = [[p.grad for p in parameters_of(optimizer)] for optimizer in self.optimizers(index)]
+        self.flags[index] = self.decisions[index].decide([squared_norm(own) for own in gradients])
         if self.settings["aggregation"] == "gradients" and self.flags[index]:
             average_gradients(self.together(index))
 
@@ -272,7 +244,7 @@ class SelectivelySynchronized(Replicated):
                 self.average_weights(index)
 
     def skip(self, index: int) -> None:
-        self.squared_norms[index], self.thresholds[index] = self.before
+        self.decisions[index].skip()
 
 
 class Periodic(Replicated):
@@ -290,7 +262,7 @@ class Periodic(Replicated):
     def step(self, index: int) -> None:
         self.num_steps[index] += 1
         step = self.num_steps[index] - self.settings["warmup_steps"]
-        if step > 0 and step % self.settings["period"] == 0:
+        if step > 0 and is_due(step, self.settings["period"]):
             self.average_weights(index)
             if index == 0:
                 self.average_buffers()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.lab.drill.simulation import with_lost_shards
-from tests.references.selsync import average, mean
+from tests.references.local_sgd import Result, apply, exchange, go_on_from_average, members
+from tests.references.selsync import average
 
 
 def simulate(
@@ -23,7 +22,7 @@ def simulate(
     world_size: int,
     num_steps: int,
     period: int,
-    lost: dict[int, int],
+    lost: Mapping[int, int],
     participation: float = 1.0,
     make_outer: Callable[[list[Tensor], int], Optimizer] | None = None,
     elastic: float = 0.0,
@@ -46,12 +45,12 @@ def simulate(
     optimizers = {rank: make_optimizer(replica) for rank, replica in replicas.items()}
     global_model = copy.deepcopy(model)
     weights = list(global_model.parameters())
+    names = [name for name, _ in model.named_parameters()]
     outer = make_outer(weights, world_size) if make_outer else None
-    arriving: dict[int, list[Tensor]] = {}
+    arriving: dict[int, Result] = {}
     for step in range(1, num_steps + 1):
-        if step - 1 in flushes and (step - 1) % period:  # otherwise they are the same
-            average([list(replica.parameters()) for replica in replicas.values()])
-            average([list(replica.buffers()) for replica in replicas.values()])
+        if step - 1 in flushes:
+            go_on_from_average(list(replicas.values()), {})
         for rank in [rank for rank, when in back.items() if when == step - 1]:
             first = min(replicas)
             replicas = dict(sorted({**replicas, rank: copy.deepcopy(replicas[first])}.items()))
@@ -61,8 +60,9 @@ def simulate(
             optimizers[rank].zero_grad()
             loss(replica, step - 1, rank).backward()
             optimizers[rank].step()
+        present = list(replicas.values())
         if overlap_steps and step in arriving:
-            blend(replicas.values(), arriving[step], mixing_factor)
+            apply(present, [arriving[step]] * len(present), present, mixing_factor)
         if step % period:
             continue
         ranks = sorted(replicas)
@@ -74,13 +74,14 @@ def simulate(
             del replicas[rank], optimizers[rank]
         if step in dropped:
             continue
-        force = elastic / len(replicas)
-        exchange(list(replicas.values()), global_model, outer, participation, force, (step - 1) // period)
+        present = list(replicas.values())
+        drawn = members("all", max(1, int(participation * len(present) + 1e-9)), len(present), (step - 1) // period)
+        results = exchange(present, global_model, names, outer, drawn, elastic / len(present))
         if overlap_steps:
-            arriving[step + overlap_steps] = [p.detach().clone() for p in weights]
-        elif not force:
-            blend(replicas.values(), weights, 0.0)
-        average([list(replica.buffers()) for replica in replicas.values()])
+            arriving[step + overlap_steps] = results[0]
+        else:
+            apply(present, results, present, 0.0)
+        average([list(replica.buffers()) for replica in present])
         if average_states:
             average([momentum_of(optimizers[rank], replicas[rank]) for rank in replicas])
         for rank in [rank for rank, when in leaving.items() if when == step]:
@@ -88,38 +89,6 @@ def simulate(
             if outer is not None and make_outer is not None and replicas:
                 outer = with_lost_shards(outer, make_outer(weights, len(replicas)), weights, [])
     return replicas
-
-
-@torch.no_grad()
-def exchange(
-    replicas: Sequence[nn.Module],
-    global_model: nn.Module,
-    outer: Optimizer | None,
-    participation: float,
-    force: float,
-    round_: int,
-) -> None:
-    """Moves the global weights, and has them attract the replicas."""
-    number = max(1, int(participation * len(replicas) + 1e-9))
-    drawn = random.Random(round_).sample(range(len(replicas)), number) if number < len(replicas) else range(number)
-    for weights, *own in zip(global_model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
-        if outer is None:  # FedAvg
-            weights.copy_(sum(p if n in drawn else torch.zeros_like(p) for n, p in enumerate(own)) / number)
-        else:  # DiLoCo, Algorithm 1, line 12; EASGD, Eq. 5
-            movements = [p - weights for p in own]
-            weights.grad = -mean(movements)
-            for p, movement in zip(own, movements, strict=True):
-                p.add_(movement, alpha=-force)
-    if outer is not None:
-        outer.step()
-
-
-@torch.no_grad()
-def blend(replicas: Collection[nn.Module], values: Sequence[Tensor], mixing_factor: float) -> None:
-    """Streaming DiLoCo, Eq. 3: blends a rank's own weights and the global ones."""
-    for replica in replicas:
-        for p, value in zip(replica.parameters(), values, strict=True):
-            p.copy_(torch.lerp(p, value, 1 - mixing_factor) if mixing_factor else value)
 
 
 def momentum_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:

@@ -37,12 +37,47 @@ def next_delta(delta: float, lssr: float, was_synchronized: bool) -> float:
     return delta * math.exp(0.5 * (was_synchronized - (1 - lssr)))
 
 
+class Decisions:
+    """Lines 8 and 11 to 15: which steps are synchronized, from the squared norms of all workers' gradients.
+
+    Attributes:
+        delta: the threshold of the next step.
+        changes: each worker's relative change in the last step.
+    """
+
+    def __init__(
+        self, world_size: int, delta: float | str, lssr: float = 0.8, window: int = 25, smoothing: float = 0.16
+    ) -> None:
+        self.delta = 0.01 * smoothing if isinstance(delta, str) else delta
+        self.changes: list[float] = []
+        self._lssr, self._window, self._smoothing = lssr if delta == "auto" else None, window, smoothing
+        self._norms: list[list[float]] = [[] for _ in range(world_size)]
+
+    def decide(self, squared_norms: Sequence[float]) -> bool:
+        """Returns whether the step is synchronized: the change of some worker is at least delta."""
+        self._before = copy.deepcopy(self._norms), self.delta
+        self.changes = []
+        for norms, squared_norm in zip(self._norms, squared_norms, strict=True):
+            finite = math.isfinite(squared_norm)
+            norms += [squared_norm] if finite else []
+            self.changes.append(relative_change(norms, self._window, self._smoothing) if finite else math.inf)
+        synchronized = self.delta < math.inf and max(self.changes) >= self.delta
+        if self._lssr is not None and max(self.changes) < math.inf:
+            self.delta = next_delta(self.delta, self._lssr, synchronized)
+        return synchronized
+
+    def skip(self) -> None:
+        """Forgets the last decision: its step was skipped."""
+        self._norms, self.delta = self._before
+
+
 def mean(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean, added in the order of the ranks."""
-    total = tensors[0].clone()
+    """The mean, added in the order of the ranks, in float32 at least."""
+    at_least = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = tensors[0].to(at_least, copy=True)
     for tensor in tensors[1:]:
-        total = total + tensor
-    return total / len(tensors)
+        total = total + tensor.to(at_least)
+    return (total / len(tensors)).to(tensors[0].dtype)
 
 
 @torch.no_grad()
@@ -54,6 +89,10 @@ def average(of_replicas: Sequence[Sequence[Tensor]]) -> None:
             tensor.copy_(result)
 
 
+def squared_norm(gradients: Sequence[Tensor | None]) -> float:
+    return sum(float(gradient.double().square().sum()) for gradient in gradients if gradient is not None)
+
+
 def simulate(
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer],
@@ -62,59 +101,50 @@ def simulate(
     world_size: int,
     num_steps: int,
     delta: float | str,
-    lssr: float = 0.8,
     aggregation: str = "parameters",
-    window: int = 25,
-    smoothing: float = 0.16,
     outer_lr: float | None = None,
     outer_momentum: float = 0.0,
     clip: Callable[[nn.Module], object] = lambda model: None,
     deltas: list[float] | None = None,
+    **decides: float,
 ) -> tuple[list[nn.Module], list[bool], list[list[float]]]:
     """Returns the replicas, which steps were synchronized, and each step's relative change by rank.
 
-    What `deltas` receives is the threshold of each step.
+    What `deltas` receives is the threshold of each step; `decides` is for :class:`Decisions`.
     """
     replicas = [copy.deepcopy(model) for _ in range(world_size)]  # line 3
     optimizers = [make_optimizer(replica) for replica in replicas]
-    squared_norms: list[list[float]] = [[] for _ in replicas]
+    decisions = Decisions(world_size, delta, **decides)  # type: ignore[arg-type]
     global_model = copy.deepcopy(model)
     outer = torch.optim.SGD(global_model.parameters(), outer_lr or 1.0, outer_momentum, nesterov=outer_momentum > 0)
-    threshold = 0.01 * smoothing if isinstance(delta, str) else delta
     synchronized, changes = [], []
     for i in range(num_steps):  # line 4
         for n, replica in enumerate(replicas):
             optimizers[n].zero_grad()
             loss(replica, i, n).backward()  # lines 6 and 7
-            gradients = [p.grad for p in replica.parameters() if p.grad is not None]
-            squared_norms[n].append(sum(g.double().square().sum().item() for g in gradients))
-        change = [relative_change(values, window, smoothing) for values in squared_norms]  # line 8
-        flags = [threshold < math.inf and value >= threshold for value in change]  # lines 11 to 14
         if deltas is not None:
-            deltas.append(threshold)
-        if delta == "auto" and max(change) < math.inf:
-            threshold = next_delta(threshold, lssr, any(flags))
-        if aggregation == "gradients" and any(flags):
-            for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
+            deltas.append(decisions.delta)
+        together = list(zip(*(replica.parameters() for replica in replicas), strict=True))
+        synchronized.append(decisions.decide([squared_norm([p.grad for p in own.parameters()]) for own in replicas]))
+        changes.append(decisions.changes)
+        if aggregation == "gradients" and synchronized[-1]:
+            for parameters in together:
                 averaged = mean([p.grad for p in parameters])
                 for p in parameters:
                     p.grad = averaged.clone()
         for n, replica in enumerate(replicas):
             clip(replica)
             optimizers[n].step()  # line 9
-        if any(flags):  # lines 15 to 17
-            with torch.no_grad():
-                if outer_lr is not None:  # DiLoCo, Algorithm 1, lines 12 to 14
-                    for parameters in zip(*(m.parameters() for m in (global_model, *replicas)), strict=True):
-                        weights, *own = parameters
-                        weights.grad = -mean([p - weights for p in own])
-                    outer.step()
-                    for replica in replicas:
-                        for p, weights in zip(replica.parameters(), global_model.parameters(), strict=True):
-                            p.copy_(weights)
-                elif aggregation == "parameters":
-                    average([list(replica.parameters()) for replica in replicas])
-                average([list(replica.buffers()) for replica in replicas])
-        synchronized.append(any(flags))
-        changes.append(change)
+        if not synchronized[-1]:
+            continue
+        if outer_lr is not None:  # DiLoCo, Algorithm 1, lines 12 to 14
+            for weights, parameters in zip(global_model.parameters(), together, strict=True):
+                weights.grad = -mean([(p - weights).detach() for p in parameters])
+            outer.step()
+            for weights, parameters in zip(global_model.parameters(), together, strict=True):
+                for p in parameters:
+                    p.data.copy_(weights)
+        elif aggregation == "parameters":  # lines 15 to 17
+            average([list(replica.parameters()) for replica in replicas])
+        average([list(replica.buffers()) for replica in replicas])
     return replicas, synchronized, changes

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync import LocalSGD, LocalSGDStrategy, PipeSyncAccelerator, PipeSyncPlugin
 from tests.references.selsync import simulate
+from tests.support.case_table import launch_cases
 from tests.support.harness import assert_raised, on_ranks, raised
 from tests.support.lightning_models import Classifier, dataset, trainer
 from tests.support.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
@@ -47,28 +47,12 @@ def train_by_gradient(optimizer_name: str, settings: dict[str, Any]) -> tuple[di
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "trigger", "settings", "outer"),
-    [
-        ("sgd", {"delta": 0.2, "smoothing": 0.3}, {}, {}),
-        ("adamw", {"delta": 0.2}, {"outer_optimizer": "nesterov"}, {"outer_lr": 0.7, "outer_momentum": 0.9}),
-        ("sgd", {"delta": "auto", "lssr": 0.9, "window": 3}, {}, {}),
-    ],
-)
-def test_the_gradient_decides_as_in_selsync(
-    optimizer: str, trigger: dict[str, Any], settings: dict[str, Any], outer: dict[str, Any]
-) -> None:
-    """Bit for bit what Algorithm 1 trains, resumed in between."""
-    outcomes = on_ranks(train_by_gradient, 3, optimizer, {**trigger, **settings})
-    model = seeded_mlp(batch_norm=True)
-    replicas, synchronized, _ = simulate(
-        model, OPTIMIZERS[optimizer], loss, world_size=3, num_steps=STEPS, **trigger, **outer
-    )
-    assert 0 < sum(synchronized) < STEPS, "steps of both kinds"
-    for replica, (weights, metrics) in zip(replicas, outcomes, strict=True):
-        assert_same(weights, state(replica))
-        assert metrics["rounds"] == sum(synchronized)
-        assert metrics["lssr"] == 1 - sum(synchronized) / STEPS
+#: Optimizer, settings of the trigger, further ones, and the outer step in the simulation.
+BY_GRADIENT: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, float]]] = [
+    ("sgd", {"delta": 0.2, "smoothing": 0.3}, {}, {}),
+    ("adamw", {"delta": 0.2}, {"outer_optimizer": "nesterov"}, {"outer_lr": 0.7, "outer_momentum": 0.9}),
+    ("sgd", {"delta": "auto", "lssr": 0.9, "window": 3}, {}, {}),
+]
 
 
 def skip_alone() -> tuple[str, str] | None:
@@ -86,11 +70,6 @@ def skip_alone() -> tuple[str, str] | None:
     return outcome
 
 
-def test_a_rank_that_skips_a_step_alone_is_named() -> None:
-    for outcome in on_ranks(skip_alone, 3):
-        assert_raised(outcome, "RuntimeError", "Rank 1 and rank 0")
-
-
 def streams_by_gradient() -> tuple[list[int], float]:
     """All steps are synchronized, and an average takes three steps: the fragments wait for their turn."""
     run = Run(LocalSGD, period="selsync", delta=0.0, fragments=2, overlap_steps=3, bucket_mb=1e-4)
@@ -103,8 +82,23 @@ def streams_by_gradient() -> tuple[list[int], float]:
     return under_way, rounds
 
 
-def test_a_fragment_under_way_is_not_started_again() -> None:
-    for under_way, rounds in on_ranks(streams_by_gradient, 2):
+def test_the_gradient_decides_as_in_selsync() -> None:
+    """Bit for bit what Algorithm 1 trains, resumed in between; a fragment under way is not started again."""
+    cases: dict[Any, Any] = {"skips alone": skip_alone, "streams": streams_by_gradient}
+    for i, (optimizer, trigger, settings, _) in enumerate(BY_GRADIENT):
+        cases[i] = partial(train_by_gradient, optimizer, {**trigger, **settings})
+    outcomes = launch_cases(cases, 3)
+    for i, (optimizer, trigger, _, outer) in enumerate(BY_GRADIENT):
+        model, given = seeded_mlp(batch_norm=True), {"world_size": 3, "num_steps": STEPS, **trigger, **outer}
+        replicas, synchronized, _ = simulate(model, OPTIMIZERS[optimizer], loss, **given)
+        assert 0 < sum(synchronized) < STEPS, "steps of both kinds"
+        for replica, (weights, metrics) in zip(replicas, outcomes[i], strict=True):
+            assert_same(weights, state(replica), i)
+            assert metrics["rounds"] == sum(synchronized)
+            assert metrics["lssr"] == 1 - sum(synchronized) / STEPS
+    for outcome in outcomes["skips alone"]:
+        assert_raised(outcome, "RuntimeError", "Rank 1 and rank 0")
+    for under_way, rounds in outcomes["streams"]:
         assert under_way == [1, 2, 2, 2, 2, 2, 2, 2, 2]
         assert rounds == 3, "6 averages of 2 fragments: at steps 1, 2, 4, 5, 7, 8"
 
@@ -113,26 +107,23 @@ def test_a_fragment_under_way_is_not_started_again() -> None:
 
 
 def summary_of(warmup_steps: int, num_steps: int) -> str:
-    run = Run(LocalSGD, "sgd", seeded_mlp(), period=4, warmup_steps=warmup_steps)
+    run = Run(LocalSGD, period=4, warmup_steps=warmup_steps)
     before = run.sync.metrics()
-    for i in range(num_steps):
-        run.step(i)
+    run.steps(range(num_steps))
     line = run.sync.summary(num_steps, before)
     run.sync.detach()
     return line
 
 
-@pytest.mark.parametrize(
-    ("warmup_steps", "num_steps", "line"),
-    [
-        (0, 3, "0 rounds in 3 steps, since a round takes period=4"),
-        (0, 4, "1 round in 4 steps"),
-        (3, 3, "0 rounds in 3 steps"),
-        (3, 4, "0 rounds in 4 steps, since a round takes period=4"),
-    ],
-)
-def test_the_line_at_the_end_says_why_no_round_was_completed(warmup_steps: int, num_steps: int, line: str) -> None:
-    assert on_ranks(summary_of, 2, warmup_steps, num_steps) == [line, line]
+def test_the_line_at_the_end_says_why_no_round_was_completed() -> None:
+    lines = {
+        (0, 3): "0 rounds in 3 steps, since a round takes period=4",
+        (0, 4): "1 round in 4 steps",
+        (3, 3): "0 rounds in 3 steps",
+        (3, 4): "0 rounds in 4 steps, since a round takes period=4",
+    }
+    outcomes = launch_cases({numbers: partial(summary_of, *numbers) for numbers in lines}, 2)
+    assert {numbers: outcomes[numbers][0] for numbers in lines} == lines
 
 
 # --- shares of an epoch -----------------------------------------------------------------------------------------------
@@ -154,15 +145,6 @@ def train_in_epochs(period: int | str, warmup_steps: int) -> tuple[dict[str, Ten
     return outcome
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 2])
-def test_a_share_of_an_epoch_is_its_steps(warmup_steps: int) -> None:
-    expected = on_ranks(train_in_epochs, 2, 5, warmup_steps)
-    actual = on_ranks(train_in_epochs, 2, "0.4 epoch", warmup_steps)
-    for (weights, rounds), (theirs, _) in zip(actual, expected, strict=True):
-        assert rounds == 4
-        assert_same(weights, theirs)
-
-
 def step_without_a_length() -> list[tuple[str, str] | None]:
     outcomes = []
     for settings in ({"period": "0.5 epoch"}, {"period": "0.1 epoch", "overlap_steps": 3}):
@@ -176,8 +158,19 @@ def step_without_a_length() -> list[tuple[str, str] | None]:
     return outcomes
 
 
-def test_an_epoch_of_unknown_or_little_length() -> None:
-    for unknown, short in on_ranks(step_without_a_length, 2):
+def test_a_share_of_an_epoch_is_its_steps() -> None:
+    """Which have to be known, and enough."""
+    kinds = [(period, warmup_steps) for period in (5, "0.4 epoch") for warmup_steps in (0, 2)]
+    cases: dict[Any, Any] = {kind: partial(train_in_epochs, *kind) for kind in kinds}
+    outcomes = launch_cases({**cases, "refused": step_without_a_length}, 2)
+    for warmup_steps in (0, 2):
+        for period in (5, "0.4 epoch"):
+            for (weights, rounds), (expected, _) in zip(
+                outcomes[period, warmup_steps], outcomes[5, warmup_steps], strict=True
+            ):
+                assert rounds == 4
+                assert_same(weights, expected)
+    for unknown, short in outcomes["refused"]:
         assert_raised(unknown, "ValueError", "period='0.5 epoch'", "prepare_train_loader")
         assert_raised(short, "ValueError", "overlap_steps=3", "period='0.1 epoch'")
 
@@ -210,24 +203,30 @@ def fit(
 
 
 def test_a_share_of_an_epoch_in_a_trainer(tmp_path: Path) -> None:
-    """Also in a run that resumes within an epoch."""
-    [(expected, _), _] = on_ranks(partial(fit, tmp_path, 3), 2, init=False)
-    [(whole, rounds), _] = on_ranks(partial(fit, tmp_path, "0.75 epoch", 5), 2, init=False)
-    [(resumed, _), _] = on_ranks(partial(fit, tmp_path, "0.75 epoch", None, 5), 2, init=False)
-    assert torch.equal(whole, expected)
-    assert torch.equal(resumed, expected)
-    assert rounds == 4
+    """Also in a run that resumes within an epoch.
 
-
-def test_a_period_stays_as_long_when_more_batches_are_accumulated(tmp_path: Path) -> None:
-    """The first epoch has 8 steps, and the others 4: it has 8, also in a run that resumes after the second one."""
+    A period stays as long when more batches are accumulated: the first epoch has 8 steps, and the others 4.
+    """
     accumulate = {0: 1, 1: 2}
-    [(expected, _), _] = on_ranks(partial(fit, tmp_path / "in steps", 8, accumulate=accumulate), 2, init=False)
-    [(whole, rounds), _] = on_ranks(partial(fit, tmp_path, "1 epoch", accumulate=accumulate), 2, init=False)
-    [(resumed, _), _] = on_ranks(partial(fit, tmp_path, "1 epoch", resume_at=12, accumulate=accumulate), 2, init=False)
-    assert torch.equal(whole, expected)
-    assert torch.equal(resumed, expected)
-    assert rounds == 3
+    outcomes = launch_cases(
+        {
+            "in steps": partial(fit, tmp_path, 3),
+            "whole": partial(fit, tmp_path, "0.75 epoch", 5),
+            "resumed": partial(fit, tmp_path, "0.75 epoch", None, 5),
+            "accumulated, in steps": partial(fit, tmp_path / "in steps", 8, accumulate=accumulate),
+            "accumulated, whole": partial(fit, tmp_path, "1 epoch", accumulate=accumulate),
+            "accumulated, resumed": partial(fit, tmp_path, "1 epoch", resume_at=12, accumulate=accumulate),
+        },
+        2,
+        init=False,
+    )
+    for kind, num_rounds in (("", 4), ("accumulated, ", 3)):
+        (expected, _), (whole, rounds), (resumed, _) = (
+            outcomes[f"{kind}{how}"][0] for how in ("in steps", "whole", "resumed")
+        )
+        assert torch.equal(whole, expected)
+        assert torch.equal(resumed, expected)
+        assert rounds == num_rounds
 
 
 def accelerate(period: int | str) -> Tensor:
@@ -250,7 +249,5 @@ def accelerate(period: int | str) -> Tensor:
 
 def test_a_share_of_an_epoch_with_accelerate() -> None:
     """Of 6 steps."""
-    expected = on_ranks(accelerate, 2, 2, init=False)
-    actual = on_ranks(accelerate, 2, "0.33 epoch", init=False)
-    for weights, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(weights, theirs)
+    expected, actual = (on_ranks(accelerate, 2, period, init=False) for period in (2, "0.33 epoch"))
+    assert all(map(torch.equal, actual, expected))

@@ -1,12 +1,13 @@
-"""The batches of a training loop, epoch by epoch: which epoch, how many, and where a resumed run goes on."""
+"""The batches of a training loop, epoch by epoch: their order, which epoch, and where a resumed run goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_pipesync.data import SelDPSampler, TrainLoader
 from lightning_pipesync.data.loaders import with_order
@@ -91,7 +92,52 @@ def test_a_resumed_run_goes_on_after_the_last_batch(kind: str, num_workers: int,
     assert list(resumed) == expected[1], "and so is that one, when it is iterated over anew"
 
 
-def test_a_stream_has_batches_of_another_size_too() -> None:
+# --- another order ----------------------------------------------------------------------------------------------------
+
+
+class DataLoaderOf(DataLoader):
+    """A subclass with an argument that it does not keep."""
+
+    def __init__(self, what: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class PairSampler(Sampler[list[int]]):
+    """A batch sampler with arguments of its own: pairs of samples, and the last one alone."""
+
+    def __init__(self, order: Any) -> None:
+        self.sampler, self.batch_size = order, 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        return iter([indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)])
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)
+
+
+@pytest.mark.parametrize("num_samples", [None, 3])
+def test_a_loader_of_any_class_gets_another_order(num_samples: int | None) -> None:
+    """A copy: the class is the user's, whose loader and batch sampler stay as they are."""
+    order, data = [7, 2, 5, 0, 3, 1, 6, 4], list(range(8))
+    loaders: list[DataLoader[Any]] = [
+        DataLoaderOf("rows", data, batch_size=2),
+        DataLoaderOf("rows", data, batch_size=2, num_workers=1, persistent_workers=True),
+        DataLoader(data, batch_sampler=PairSampler(data)),
+        DataLoader(data, batch_sampler=BatchSampler(data, 2, drop_last=False)),
+    ]
+    for loader in loaders:
+        before = [batch.tolist() for batch in loader]
+        ordered = with_order(loader, order, num_samples)
+        assert type(ordered) is type(loader)
+        size = num_samples or 2
+        assert [batch.tolist() for batch in ordered] == [order[i : i + size] for i in range(0, 8, size)]
+        assert [batch.tolist() for batch in loader] == before == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_batches_of_another_size_and_a_batch_sampler_without_a_sampler() -> None:
     loader = DataLoader(Stream(), 8)
     assert [len(batch) for batch in with_order(loader, loader.sampler, 5)] == [5, 5, 2]
     assert [len(batch) for batch in loader] == [8, 4]
+    with pytest.raises(ValueError, match=r"\(list\) has no attribute 'sampler'"):
+        with_order(DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), DATA)

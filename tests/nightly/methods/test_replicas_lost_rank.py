@@ -1,0 +1,115 @@
+"""Replicas that lose a rank: all others name it, also those that are no neighbors of it, and go back to what they had.
+
+After the loss `state_dict` returns what ranks last agreed on, without the average under way that no longer arrives.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync import LocalSGD, SelSync
+from lightning_pipesync.methods.replicas.global_weights import GlobalWeights
+from tests.support.harness import DIED, assert_raised, launch, raised
+from tests.support.lost_ranks import be_patient, die
+from tests.support.models import Run
+
+#: Far more than the test takes.
+TIMEOUT_S = 300
+VICTIM = 2
+
+OUTER: dict[str, Any] = {"period": 4, "outer_optimizer": "nesterov"}
+#: By name: the method, its settings, and the number of ranks.
+CASES: dict[str, tuple[type, dict[str, Any], int]] = {
+    "DiLoCo in int8": (LocalSGD, {**OUTER, "compression": "int8"}, 3),
+    "overlapped": (LocalSGD, {**OUTER, "overlap_steps": 2}, 3),
+    "streaming": (LocalSGD, {**OUTER, "overlap_steps": 3, "fragments": 2, "bucket_mb": 2e-4}, 3),
+    "SelSync": (SelSync, {"delta": 0.0, "overlap": "forward", "outer_lr": 0.7, "outer_momentum": 0.9}, 3),
+    "averages": (LocalSGD, {"period": 4, "overlap_steps": 2}, 3),
+    "ring": (LocalSGD, {"neighbors": "ring", "period": 1}, 4),
+    "pairs": (LocalSGD, {"neighbors": "random_pairs", "period": 1}, 4),
+    "groups": (LocalSGD, {"ranks_per_replica": 2, "period": 4}, 4),
+}
+
+
+class DyingOuterStep:
+    """The outer step of a rank that dies in its ``last`` one: others have its gradient, and not yet its weights."""
+
+    def __init__(self, last: int) -> None:
+        self.left, self.step = last, GlobalWeights._outer_step
+
+    def __call__(self, *args: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            time.sleep(0.5)  # what it has sent is on its way
+            die()
+        self.step(*args)
+
+
+def has_outer(name: str) -> bool:
+    return "outer_optimizer" in CASES[name][1] or "outer_lr" in CASES[name][1]
+
+
+def train_until_lost(name: str) -> dict[str, Any]:
+    method, settings, _ = CASES[name]
+    be_patient()
+    run = Run(method, timeout_s=TIMEOUT_S, **settings)
+    replicas = run.sync._units[0].replicas
+    if dist.get_rank() == VICTIM and has_outer(name):
+        dying = DyingOuterStep(len(replicas.tensors) + 1)
+        GlobalWeights._outer_step = lambda *args: dying(*args)  # type: ignore[method-assign]
+    found: dict[str, Any] = {}
+
+    def train() -> None:
+        for i in range(100):
+            found["before"] = copy.deepcopy(run.sync.state_dict())
+            if dist.get_rank() == VICTIM and not has_outer(name) and i == 9:
+                die()
+            run.step(i)
+
+    found["error"] = raised(train)
+    found["flats"] = [flat.clone() for flat in replicas.global_weights.flats]
+    found["after"], found["again"] = run.sync.state_dict(), run.sync.state_dict()
+    found["weights"] = [[t.detach().clone() for t in tensors] for tensors in replicas.tensors]
+    found["flush"] = raised(run.sync.flush)
+    run.sync.detach()
+    return found
+
+
+def in_order(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(*pair) for pair in zip(in_order(one), in_order(other), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_state_is_the_one_before_the_average_that_is_lost(name: str) -> None:
+    outcomes = launch(train_until_lost, CASES[name][2], name, may_die=(VICTIM,))
+    assert outcomes.pop(VICTIM) == DIED
+    agreed = []
+    for found in outcomes:
+        for error in (found["error"], found["flush"]):
+            assert_raised(error, "RuntimeError", f"Rank {VICTIM} ")
+            assert "has died" in error[1].splitlines()[-1]
+        before, after = (found[key]["units"][0]["fragments"] for key in ("before", "after"))
+        for fragment in after["flights"].keys() & before["flights"].keys():  # others have arrived in between
+            assert same(after["flights"][fragment], before["flights"][fragment])
+        assert same(found["weights"], after["replicas"]["own"])
+        kept = {key: value for key, value in after["replicas"].items() if key in ("common", "outer")}
+        assert same(kept, {key: before["replicas"][key] for key in kept})
+        assert same(found["again"], found["after"])
+        if has_outer(name):
+            assert in_order(kept["outer"]), "the outer step has a momentum"
+            agreed.append(kept["common"])
+            if "int8" not in name:
+                torn = zip(found["flats"], kept["common"], strict=True)
+                assert any(not torch.equal(flat, common) for flat, common in torn), "the loss was within the outer step"
+    assert not agreed or same(*agreed), "all survivors agree"
