@@ -55,29 +55,29 @@ def step(optimizer: Optimizer, weights: Weights, gradients: Weights) -> None:
     optimizer.step()
 
 
-def ea_pipe(
-    initial: Weights,
-    make_optimizer: MakeOptimizer,
-    batches: Sequence[MiniBatch],
-    num_stages: int,
-    *,
-    elastic_force: float = 0.5,
-    sync_period: int = 1,
-    replicas: int | None = None,
-) -> Weights:
-    """Round-robin elastic averaging: the master."""
-    n = replicas or num_stages
-    master, local = copied(initial), [copied(initial) for _ in range(n)]
-    optimizers = [make_optimizer(weights) for weights in local]
-    for t, batch in enumerate(batches, 1):
-        i = (t - 1) % n
-        step(optimizers[i], local[i], gradient(local[i], local[i], batch))
-        if ceil(t / n) % sync_period == 0:
-            for x, center in zip(local[i], master, strict=True):  # Eq. 1
-                difference = x - center
-                x -= elastic_force * difference
-                center += elastic_force * difference
-    return master
+class ElasticReplicas:
+    """Round-robin elastic averaging: mini-batches train replicas in turns; each and a master attract each other.
+
+    Args:
+        n: number of replicas.
+    """
+
+    def __init__(
+        self, initial: Weights, make_optimizer: MakeOptimizer, n: int, elastic_force: float = 0.5, period: int = 1
+    ) -> None:
+        self.master, self.local = copied(initial), [copied(initial) for _ in range(n)]
+        self.optimizers = [make_optimizer(weights) for weights in self.local]
+        self.force, self.period, self.t = elastic_force, period, 0
+
+    def train(self, batch: MiniBatch) -> None:
+        n, i, self.t = len(self.local), self.t % len(self.local), self.t + 1
+        step(self.optimizers[i], self.local[i], gradient(self.local[i], self.local[i], batch))
+        if ceil(self.t / n) % self.period == 0:
+            for x, center in zip(self.local[i], self.master, strict=True):  # Eq. 1
+                with torch.no_grad():
+                    difference = x - center
+                    x -= self.force * difference
+                    center += self.force * difference
 
 
 def pipedream(
@@ -160,8 +160,10 @@ def reference_of(
     known = dict(settings)
     algorithm, num_stages = known.pop("algorithm", "ea_pipe"), max(stage_of) + 1
     if algorithm == "ea_pipe":
-        tau = known.pop("period", 1)
-        return ea_pipe(initial, make_optimizer, batches, num_stages, sync_period=tau, **known)
+        elastic = ElasticReplicas(initial, make_optimizer, known.pop("replicas", num_stages), **known)
+        for batch in batches:
+            elastic.train(batch)
+        return elastic.master
     if algorithm == "pipedream":
         return pipedream(initial, make_optimizer, batches, num_stages)
     if algorithm == "weight_stashing":

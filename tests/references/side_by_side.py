@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch.optim import Optimizer
-
-from tests.references.ea_pipe import Batch, MakeOptimizer, Weights, copied, gradient, step
+from tests.references.ea_pipe import Batch, ElasticReplicas, MakeOptimizer, Weights, copied, gradient, step
 
 
 def side_by_side(
@@ -26,10 +23,14 @@ def side_by_side(
 ) -> Weights:
     """The reference model. A pipeline is EA-Pipe with so many ``replicas``; 0: GPipe or 1F1B with two micro-batches."""
     reference = copied(initial)
-    pipelines = [Pipeline(initial, make_optimizer, replicas, elastic_force) for _ in mini_batches[0]]
+    given = initial, make_optimizer
+    pipelines = [
+        ElasticReplicas(*given, replicas, elastic_force) if replicas else TwoMicroBatches(*given)
+        for _ in mini_batches[0]
+    ]
     for t, of_pipelines in enumerate(mini_batches, 1):
         for pipeline, batch in zip(pipelines, of_pipelines, strict=True):
-            pipeline.train(t, batch)
+            pipeline.train(batch)
         if t % average_period == 0:
             force = average_force
             differences = [[x - c for x, c in zip(one.master, reference, strict=True)] for one in pipelines]
@@ -42,23 +43,13 @@ def side_by_side(
     return reference
 
 
-class Pipeline:
-    """One pipeline's weights."""
+class TwoMicroBatches:
+    """The weights of GPipe or 1F1B."""
 
-    def __init__(self, initial: Weights, make_optimizer: MakeOptimizer, replicas: int, elastic_force: float) -> None:
-        self.master, self.force = copied(initial), elastic_force
-        self.replicas = [copied(initial) for _ in range(replicas)]
-        self.optimizers: list[Optimizer] = [make_optimizer(weights) for weights in self.replicas or [self.master]]
+    def __init__(self, initial: Weights, make_optimizer: MakeOptimizer) -> None:
+        self.master = copied(initial)
+        self.optimizer = make_optimizer(self.master)
 
-    def train(self, t: int, batch: Batch) -> None:
-        if not self.replicas:
-            parts = list(zip(*(tensor.tensor_split(2) for tensor in batch), strict=True))
-            step(self.optimizers[0], self.master, gradient(self.master, self.master, parts))
-            return
-        i = (t - 1) % len(self.replicas)
-        step(self.optimizers[i], self.replicas[i], gradient(self.replicas[i], self.replicas[i], batch))
-        for x, c in zip(self.replicas[i], self.master, strict=True):  # EA-Pipe, Eq. 1
-            with torch.no_grad():
-                difference = x - c
-                x -= self.force * difference
-                c += self.force * difference
+    def train(self, batch: Batch) -> None:
+        parts = list(zip(*(tensor.tensor_split(2) for tensor in batch), strict=True))
+        step(self.optimizer, self.master, gradient(self.master, self.master, parts))

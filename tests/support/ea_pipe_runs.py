@@ -40,8 +40,9 @@ def engine_on(
 
 
 def train_on(engine: EAPipe, steps: Iterable[int]) -> None:
+    """Trains each pipeline on its own batches."""
     for t in steps:
-        engine.train_batch(batch(t, 0))
+        engine.train_batch(batch(t, engine.data_part[0]))
 
 
 def average_elastically(

@@ -48,11 +48,24 @@ SIDE_BY_SIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def train(optimizer: Any, settings: dict[str, Any], virtual_stages: int | None = None) -> Any:
+class Traced(nn.Module):
+    """The same layers in a module that has to be traced."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def train(
+    optimizer: Any, settings: dict[str, Any], virtual_stages: int | None = None, wrap: Any = lambda model: model
+) -> dict[str, Any]:
     """The losses, where the last stage is, and the master's weights."""
     rank = 0 if virtual_stages else torch.distributed.get_rank()
     model = layers(seed=rank)  # rank 0's weights count
-    engine = engine_on(model, optimizer, virtual_stages=virtual_stages, **settings)
+    engine = engine_on(wrap(model), optimizer, virtual_stages=virtual_stages, **settings)
     losses = [engine.train_batch(batch(t, engine.data_part[0])) for t in range(STEPS)]
     engine.gather()
     engine.detach()
@@ -80,6 +93,7 @@ def on_processes(num_stages: int) -> Outcomes:
         name: partial(train, CASES[name][0], {"split": CUTS[num_stages], **CASES[name][1]}) for name in names
     }
     if num_stages == 2:
+        cases["traced"] = partial(train, "sgd", {**CASES["tau=2"][1], "split": ("net.4",)}, wrap=Traced)
         cases |= {name: partial(train_synchronously, settings) for name, settings in SYNCHRONOUS.items()}
     return launch_cases(cases, num_stages)
 
@@ -100,10 +114,10 @@ def test_follows_the_algorithm(case: str, num_stages: int) -> None:
     assert_equal(virtual(case, num_stages)["weights"], expected)
 
 
-@pytest.mark.parametrize(("num_stages", "case"), [*((2, case) for case in ON_PROCESSES), (3, "tau=2")])
+@pytest.mark.parametrize(("num_stages", "case"), [*((2, case) for case in (*ON_PROCESSES, "traced")), (3, "tau=2")])
 def test_processes_are_virtual_stages(num_stages: int, case: str) -> None:
     """Bit for bit, on every rank."""
-    outcomes = on_processes(num_stages)[case]
+    outcomes, case = on_processes(num_stages)[case], case.replace("traced", "tau=2")
     for outcome in outcomes:
         assert_equal(outcome["weights"], virtual(case, num_stages)["weights"])
     assert outcomes[0]["losses"] == virtual(case, num_stages)["losses"]
