@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_pipesync  # noqa: F401  # registers the strategies
-from tests.support.harness import on_ranks
 from tests.support.models import OPTIMIZERS, seeded_mlp
 
 SAMPLES = 64
@@ -77,36 +76,6 @@ class Classifier(pl.LightningModule):
         return torch.cat(tensors).clone()
 
 
-class Fetching(Classifier):
-    """It takes its batches from the loader itself."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        (indices, x, y), _, _ = next(dataloader_iter)
-        self.seen.append(indices.tolist())
-        return nn.functional.cross_entropy(self.model(x), y)
-
-
-class Manual(Classifier):
-    """Steps two optimizers by hand, the second one with every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.clip(optimizer)
-            optimizer.step()
-
-    def clip(self, optimizer: Any) -> None:
-        """Leaves the gradient as it is."""
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.model[0].parameters(), 0.1), torch.optim.AdamW(self.model[2].parameters(), 0.01)]
-
-
 class Memory(Logger):
     """Keeps what is logged, and at which steps."""
 
@@ -165,27 +134,43 @@ def fit(
     strategy: dict[str, Any] | str,
     module: dict[str, Any] | None = None,
     loader: dict[str, Any] | None = None,
+    *,
+    make: type[Classifier] = Classifier,
+    resume: Path | None = None,
+    saved: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Fits a Classifier in this rank and returns what it did."""
-    model = Classifier(**(module or {}))
+    """Fits a Classifier in this rank and returns what it did.
+
+    Args:
+        directory: where the Trainer writes to.
+        strategy: by its settings, or its name.
+        module: arguments of the Classifier.
+        loader: arguments of the training loader.
+        make: a derived class.
+        resume: a checkpoint.
+        saved: name of the checkpoint after the training.
+        kwargs: arguments of the Trainer.
+    """
+    model = make(**(module or {}))
     run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **kwargs)
-    run.fit(model, train_loader(**(loader or {})), val_loader())
+    with mock.patch.dict(os.environ):  # a Trainer removes what a launcher has set
+        run.fit(model, train_loader(**(loader or {})), val_loader(), ckpt_path=resume)
+    if saved is not None:
+        run.save_checkpoint(directory / saved)
+    scaler = getattr(run.precision_plugin, "scaler", None)
     return {
         "weights": model.weights(),
+        "parameters": nn.utils.parameters_to_vector(model.parameters()).detach().clone(),
         "validated_with": model.validated_with,
         "seen": model.seen,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "shown": sorted(run.progress_bar_metrics),
         "steps": run.global_step,
+        "scale": None if scaler is None else scaler.get_scale(),
     }
 
 
-def fit_on(world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-    """Fits a Classifier on each of so many ranks."""
-    return on_ranks(partial(fit, *args, **kwargs), world_size, init=False)
-
-
-def scaling() -> MixedPrecision:
+def scaling(scale: float = 2.0**16, growth_interval: int = 2000) -> MixedPrecision:
     """16-mixed precision with its loss scaler on the CPU, where the Trainer would quietly take bf16-mixed."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", scale, growth_interval=growth_interval))

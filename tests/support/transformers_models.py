@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from tqdm import tqdm
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from lightning_pipesync.transformers import PipeSyncTrainerMixin
+from tests.support.accelerate_runs import end
 
 #: Arguments of eight steps of two accumulated batches, with an evaluation and a checkpoint after each four.
 OF_EIGHT_STEPS: dict[str, Any] = {
@@ -91,6 +93,7 @@ def train(trainer_class: Any, folder: Path, resume: bool = False, **kwargs: Any)
     trainer = trainer_class(
         model=bert(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(), callbacks=[follows], **kwargs
     )
+    tqdm.monitor_interval = 0  # what saves a model would start a thread that stays
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resume else None)
     weights = flat(trainer.model)
     if trainer.is_world_process_zero():  # as many a script has it
@@ -101,7 +104,7 @@ def train(trainer_class: Any, folder: Path, resume: bool = False, **kwargs: Any)
     trainer.train()  # with the same model and optimizer
     trainer.evaluate()
     further = flat(trainer.model)
-    trainer.accelerator.free_memory()
+    end(trainer.accelerator)
     return {
         "weights": weights,
         "further": further,

@@ -23,8 +23,18 @@ from lightning_pipesync.core.torch_private import store_of
 #: The time between two questions, as a fraction of the time waited so far, and the least: most waits are short.
 FRACTION_OF_WAIT, SHORTEST_S = 1 / 20, 0.001
 
-#: The watch of an adapter.
+#: The watch of an adapter, while it is open.
 _job: PeerWatch | None = None
+
+
+class _JobWatch(PeerWatch):
+    """The watch of an adapter over all ranks, which is forgotten when it is closed."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        global _job
+        super().close(error)
+        if _job is self:
+            _job = None
 
 
 def watch_job(timeout: timedelta) -> PeerWatch:
@@ -38,7 +48,7 @@ def watch_job(timeout: timedelta) -> PeerWatch:
         _job.close()  # of an adapter of this process that is not used any more
     group = dist.group.WORLD
     assert group is not None
-    _job = PeerWatch(timeout, end_waits=lambda: end_waits(group))
+    _job = _JobWatch(timeout, end_waits=lambda: end_waits(group))
     with suppress(RuntimeError):  # rank 0 may have ended already, and nobody need wait for it
         _job.start(group)
     return _job

@@ -1,4 +1,4 @@
-"""Epochs of prepared training loaders: orders that ranks share, and epochs that stop early or are resumed."""
+"""Prepared training loaders of Accelerate: the Trainer's order, which ranks share, and epochs that stop or resume."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
+from tests.support.accelerate_runs import end
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_raised, raised
+from tests.support.lightning_models import Classifier, train_loader, trainer
 
 SAMPLES, BATCH = 56, 8
 DATA = TensorDataset(torch.arange(SAMPLES))
@@ -51,8 +53,10 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-def accelerator_of(method: str, even_batches: bool = True, **settings: Any) -> PipeSyncAccelerator:
-    configuration = DataLoaderConfiguration(data_seed=3, even_batches=even_batches)
+def accelerator_of(
+    method: str, even_batches: bool = True, data_seed: int | None = 3, **settings: Any
+) -> PipeSyncAccelerator:
+    configuration = DataLoaderConfiguration(data_seed=data_seed, even_batches=even_batches)
     accelerator = PipeSyncAccelerator(PipeSyncPlugin(method, **settings), dataloader_config=configuration)
     if settings.get("injection"):  # which needs a method
         model = nn.Linear(1, 1)
@@ -74,7 +78,7 @@ def whole_or_not(name: str) -> dict[str, list[list[int]]]:
             iterated = [loader] * 3
         number = 3 if how == "left early" else None
         epochs[how] = [[x for (batch,) in islice(one, number) for x in batch.tolist()] for one in iterated]
-        accelerator.free_memory()
+        end(accelerator)
     return epochs
 
 
@@ -87,7 +91,7 @@ def sampled(name: str) -> list[list[int]]:
     for _ in range(2):
         torch.manual_seed(100 * accelerator.process_index)
         found.append([x for (batch,) in loader for x in batch.tolist()])
-    accelerator.free_memory()
+    end(accelerator)
     return found
 
 
@@ -96,7 +100,7 @@ def gathered(partition: str) -> list[Tensor]:
     accelerator = accelerator_of("selsync", partition=partition)
     loader = accelerator.prepare_train_loader(DataLoader(DATA, 16, shuffle=True))
     found = [accelerator.gather_for_metrics(batch) for (batch,) in loader]
-    accelerator.free_memory()
+    end(accelerator)
     return found
 
 
@@ -111,7 +115,7 @@ def uneven() -> tuple[Any, list[int]]:
     with accelerator.join_uneven_inputs([network], even_batches=True):
         numbers.append(sum(1 for _ in loader))
     numbers.append(sum(1 for _ in loader))
-    accelerator.free_memory()
+    end(accelerator)
     return refused, numbers
 
 
@@ -119,7 +123,7 @@ def resumed_with(folder: Path, *seeds: int) -> list[str]:
     """What is said where a checkpoint with a seed of the data's order is loaded by a run with another one."""
     said: list[str] = []
     for resumes, seed in enumerate(seeds):
-        accelerator = PipeSyncAccelerator(PipeSyncPlugin("dear"))
+        accelerator = accelerator_of("dear", data_seed=None)
         set_seed(seed)
         model = nn.Linear(1, 1)
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -131,8 +135,19 @@ def resumed_with(folder: Path, *seeds: int) -> list[str]:
             else:
                 accelerator.save_state(str(folder))
         said = [str(one.message) for one in caught if "another order" in str(one.message)]
-        accelerator.free_memory()
+        end(accelerator)
     return said
+
+
+def as_in_a_trainer(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """The samples of each batch of two epochs, in a Trainer and here."""
+    model = Classifier()
+    trainer("selsync", 2, folder).fit(model, train_loader())
+    accelerator = accelerator_of("selsync", data_seed=0)
+    loader = accelerator.prepare_train_loader(train_loader())
+    found = [indices.tolist() for _ in range(2) for indices, _, _ in loader]
+    end(accelerator)
+    return model.seen, found
 
 
 @pytest.fixture(scope="module")
@@ -140,15 +155,23 @@ def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {("epochs", name): partial(whole_or_not, name) for name in ORDERS}
     cases |= {("sampled", name): partial(sampled, name) for name in SAMPLERS}
     cases |= {("gathered", partition): partial(gathered, partition) for partition in ("seldp", "defdp")}
-    cases |= {"uneven": uneven}
+    cases |= {"uneven": uneven, "Trainer": partial(as_in_a_trainer, folder)}
     cases |= {("seeds", seeds): partial(resumed_with, folder / f"{seeds}", *seeds) for seeds in ((1, 2), (1, 1))}
     return launch_cases(cases, 2, init=False)
+
+
+def test_the_order_of_seldp_is_the_trainers(trained: Outcomes) -> None:
+    (in_trainer, first), (of_other, second) = trained["Trainer"]
+    assert first == in_trainer
+    assert second == of_other != first
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_an_epoch_that_stops_early_or_is_resumed_does_not_come_again(name: str, trained: Outcomes) -> None:
     """The first samples of each epoch: with data injection the number of rows from others is random."""
-    for epochs in trained["epochs", name]:
+    one, other = trained["epochs", name]
+    assert (one["whole"] == other["whole"]) == (name == "pipeline"), "all ranks of a pipeline load the same batches"
+    for epochs in (one, other):
         first, second, third = ([*one[:4]] for one in epochs["whole"])
         assert first != second
         assert [one[:4] for one in epochs["left early"]] == [first, second, third]

@@ -1,4 +1,4 @@
-"""Checkpoints of PipeSyncAccelerator: what a run that goes on from one is, and where else it can be loaded."""
+"""Unusual checkpoints of PipeSyncAccelerator: what a run that goes on from one is, or why there is none."""
 
 from __future__ import annotations
 
@@ -11,33 +11,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
+from tests.support.accelerate_runs import accelerator_of, end, steps, train
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, on_ranks, raised
-from tests.support.lightning_models import Classifier, dataset, train_loader
-from tests.support.models import OPTIMIZERS, Counter
+from tests.support.harness import assert_refused, raised
+from tests.support.lightning_models import SAMPLES
+from tests.support.models import OPTIMIZERS
 
-METHODS: dict[str, dict[str, Any]] = {
-    "dear": {"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"},
-    "selsync": {"delta": 0.05, "window": 3, "compression": "int8", "injection": (0.5, 0.5)},
-    "pipe_sgd": {"staleness": 2, "compression": "int8"},
-    "ea_pipe": {"split": (2,)},
-}
-#: Each in another order of the data.
-RESUMED = ("dear", "selsync", "ea_pipe")
 #: Prepared again, and then saved.
 AGAIN = ("dear", "selsync", "pipe_sgd")
-SAVED_AT = (1, 3)  # epoch, and batches of it
-LOSS = nn.functional.cross_entropy
-
-
-def accelerator_of(method: str, **settings: Any) -> PipeSyncAccelerator:
-    plugin = PipeSyncPlugin(method, **(settings or METHODS[method]))
-    return PipeSyncAccelerator(plugin, dataloader_config=DataLoaderConfiguration(data_seed=11))
+#: Pipelines side by side: two of two stages.
+AVERAGES = ("gradients", "elastic")
 
 
 def scales_that_are_resumed(folder: Path) -> tuple[float, float]:
@@ -55,92 +40,8 @@ def scales_that_are_resumed(folder: Path) -> tuple[float, float]:
             accelerator.scaler.update(1024.0 / 2**accelerator.process_index)
             accelerator.save_state(str(folder))
         scales.append(accelerator.scaler.get_scale())
-        accelerator.free_memory()
+        end(accelerator)
     return scales[0], scales[1]
-
-
-def train(method: str, folder: Path, resumed: bool) -> tuple[Tensor, Tensor]:
-    """Trains two epochs, saving within the second; or what comes after that. Returns weights, and a random number."""
-    accelerator, counter = accelerator_of(method), Counter()
-    accelerator.register_for_checkpointing(counter)
-    torch.manual_seed(100 * resumed + accelerator.process_index)
-    model = Classifier(optimizer="adamw", batch_norm=method != "ea_pipe", dropout=0.3)
-    loader = accelerator.prepare_train_loader(train_loader(drop_last=True))
-    if method == "ea_pipe":
-        engine = accelerator.prepare_pipeline(
-            model.model, LOSS, lambda parameters: OPTIMIZERS["adamw"](nn.ParameterList(parameters))
-        )
-    else:
-        optimizer = OPTIMIZERS["adamw"](model.model)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-        network, optimizer, scheduler = accelerator.prepare(model.model, optimizer, scheduler)
-    epoch, first = SAVED_AT if resumed else (0, 0)
-    if resumed:
-        accelerator.load_state(str(folder))
-    for current in range(epoch, 2):
-        loader.set_epoch(current)
-        batches = accelerator.skip_first_batches(loader, first) if first else loader
-        for index, (_, x, y) in enumerate(batches, start=first):
-            if method == "ea_pipe":
-                engine.train_batch((x, y))
-            else:
-                optimizer.zero_grad()
-                accelerator.backward(LOSS(network(x), y))
-                optimizer.step()
-                scheduler.step()
-            counter.steps += 1
-            if not resumed and (current, index + 1) == SAVED_AT:
-                accelerator.save_state(str(folder))
-        first = 0
-    accelerator.consolidate()
-    assert counter.steps == 2 * len(loader)
-    weights, number = model.weights(), torch.rand(())
-    accelerator.free_memory()
-    return weights, number
-
-
-def train_virtual_stages(folder: Path) -> list[Tensor]:
-    """Returns the weights of a pipeline in one process after six batches, and again resumed after three of them."""
-    trained = []
-    for first in (0, 3):
-        accelerator, model = accelerator_of("ea_pipe"), Classifier(dropout=0.3)
-        engine = accelerator.prepare_pipeline(
-            model.model, LOSS, lambda parameters: OPTIMIZERS["adamw"](nn.ParameterList(parameters)), virtual_stages=2
-        )
-        if first:
-            accelerator.load_state(str(folder))
-        for step in range(first, 6):
-            engine.train_batch(dataset()[torch.arange(4) + 4 * step][1:])
-            if step == 2:
-                accelerator.save_state(str(folder))
-        accelerator.consolidate()
-        trained.append(model.weights())
-        accelerator.free_memory()
-    return trained
-
-
-def steps(accelerator: Accelerator, folder: Path | None, num_steps: int, save: Path | None) -> tuple[Tensor, float]:
-    """Trains from a checkpoint, if there is one, and saves another."""
-    torch.manual_seed(accelerator.process_index)
-    model = Classifier(optimizer="adamw")
-    optimizer = OPTIMIZERS["adamw"](model.model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-    network, optimizer, scheduler = accelerator.prepare(model.model, optimizer, scheduler)
-    if folder is not None:
-        accelerator.load_state(str(folder))
-    for step in range(num_steps):
-        _, x, y = dataset()[torch.arange(4) + 8 * step + 4 * accelerator.process_index]
-        optimizer.zero_grad()
-        accelerator.backward(LOSS(network(x), y))
-        optimizer.step()
-        scheduler.step()
-    if save is not None:
-        accelerator.save_state(str(save))
-        accelerator.save_model(network, str(save / "model"))
-    accelerator.wait_for_everyone()
-    rate = float(optimizer.param_groups[0]["lr"])
-    accelerator.free_memory()
-    return model.weights(), rate
 
 
 class Tied(nn.Module):
@@ -182,7 +83,7 @@ def save_again(method: str, folder: Path) -> dict[str, Any]:
     outcomes["incomplete"] = raised(lambda: accelerator.load_state(str(mine)))
     accelerator.load_state(str(folder))
     outcomes["loaded"] = torch.equal(model.first.weight, saved)
-    accelerator.free_memory()
+    end(accelerator)
     return outcomes
 
 
@@ -196,74 +97,38 @@ def overwrite(folder: Path) -> tuple[Tensor, Tensor, list[str]]:
     return weights, loaded, [str(one.message) for one in caught]
 
 
-def load_with_others(directory: Path) -> tuple[tuple[str, str] | None, list[str]]:
-    """Goes on with another number of processes: with residuals of a codec, and without."""
-    refused = raised(lambda: steps(accelerator_of("pipe_sgd"), directory / "residuals", 0, None))
+def save_with_pipe_sgd(folder: Path) -> None:
+    """With residuals of a codec, and without."""
+    steps(accelerator_of("pipe_sgd"), None, 3, folder / "residuals")
+    steps(accelerator_of("pipe_sgd", timeout_s=60), None, 3, folder / "in flight")
+
+
+def load_with_others(folder: Path) -> tuple[tuple[str, str] | None, list[str]]:
+    """Goes on with another number of processes."""
+    refused = raised(lambda: steps(accelerator_of("pipe_sgd"), folder / "residuals", 0, None))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        steps(accelerator_of("pipe_sgd", timeout_s=60), directory / "in flight", 2, None)
+        steps(accelerator_of("pipe_sgd", timeout_s=60), folder / "in flight", 2, None)
     return refused, [str(one.message) for one in caught if "The checkpoint is" in str(one.message)]
-
-
-def save_with_pipe_sgd(directory: Path) -> None:
-    """With residuals of a codec, and without."""
-    steps(accelerator_of("pipe_sgd"), None, 3, directory / "residuals")
-    steps(accelerator_of("pipe_sgd", timeout_s=60), None, 3, directory / "in flight")
-
-
-def interchange(directory: Path) -> dict[str, Any]:
-    """Trains by DDP and by DeAR; loads DeAR's checkpoint with another method, and with other settings."""
-    return {
-        "ddp": steps(Accelerator(cpu=True), None, 3, directory / "ddp"),
-        "dear": steps(accelerator_of("dear", timeout_s=60), None, 3, directory / "dear"),
-        "selsync": steps(accelerator_of("selsync", timeout_s=60), directory / "dear", 0, None),
-        "settings": raised(lambda: steps(accelerator_of("dear", compression="int8"), directory / "dear", 0, None)),
-    }
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
-    cases: dict[Any, Any] = {
-        (method, resumed): partial(train, method, folder / method, resumed)
-        for method in RESUMED
-        for resumed in (False, True)
-    }
-    cases |= {("again", method): partial(save_again, method, folder / f"{method} again") for method in AGAIN}
-    cases |= {how: partial(how, folder / how.__name__) for how in (overwrite, save_with_pipe_sgd, interchange)}
+    cases: dict[Any, Any] = {method: partial(save_again, method, folder / method) for method in AGAIN}
+    cases |= {how: partial(how, folder / how.__name__) for how in (overwrite, scales_that_are_resumed)}
+    cases[save_with_pipe_sgd] = partial(save_with_pipe_sgd, folder)
     return launch_cases(cases, 2, init=False)
 
 
-@pytest.mark.parametrize("method", RESUMED)
-def test_a_resumed_run_is_the_uninterrupted_one(method: str, trained: Outcomes, folder: Path) -> None:
-    """Bit for bit, within an epoch: weights, residuals of codecs, injected rows, dropout."""
-    whole = trained[method, False]
-    for (uninterrupted, number), (resumed, other) in zip(whole, trained[method, True], strict=True):
-        assert torch.equal(uninterrupted, resumed), (uninterrupted - resumed).abs().max()
-        assert torch.equal(number, other)
-        assert torch.equal(uninterrupted, whole[0][0])
-    assert (folder / method / "pipesync_1.bin").exists()
-
-
-def test_each_rank_resumes_with_its_own_loss_scale(tmp_path: Path) -> None:
-    """Where ranks skip steps on their own: Accelerate's checkpoint has the scale of one rank."""
-    outcomes = on_ranks(partial(scales_that_are_resumed, tmp_path / "checkpoint"), 2, init=False)
-    assert outcomes == [(1024.0, 1024.0), (512.0, 512.0)]
-
-
-def test_a_pipeline_in_one_process_resumes(tmp_path: Path) -> None:
-    [(uninterrupted, resumed)] = on_ranks(train_virtual_stages, 1, tmp_path, init=False)
-    assert torch.equal(uninterrupted, resumed)
-    assert not torch.equal(resumed, Classifier().weights())
-
-
 @pytest.mark.parametrize("method", AGAIN)
-def test_unusual_checkpoints(method: str, trained: Outcomes, folder: Path) -> None:
-    """Tied weights, a model that was prepared again, checkpoints that are not there, or incomplete."""
-    for outcomes in trained["again", method]:
+def test_models_that_are_prepared_again_and_files_that_are_not_there(
+    method: str, trained: Outcomes, folder: Path
+) -> None:
+    for outcomes in trained[method]:
         assert "folder does not exist" in outcomes["nowhere"][1]
         assert_refused({"Not all of the 2 processes find what they need": outcomes["incomplete"]})
         assert outcomes["loaded"]
-    assert (folder / f"{method} again" / "model.safetensors").exists()
+    assert (folder / method / "model.safetensors").exists()
 
 
 def test_a_checkpoint_that_another_one_has_overwritten(trained: Outcomes) -> None:
@@ -272,47 +137,47 @@ def test_a_checkpoint_that_another_one_has_overwritten(trained: Outcomes) -> Non
         assert any("is of other weights than those that were loaded" in message for message in messages)
 
 
+def test_each_rank_resumes_with_its_own_loss_scale(trained: Outcomes) -> None:
+    """Where ranks skip steps on their own: Accelerate's checkpoint has the scale of one rank."""
+    assert trained[scales_that_are_resumed] == [(1024.0, 1024.0), (512.0, 512.0)]
+
+
 def test_another_number_of_processes(trained: Outcomes, folder: Path) -> None:
     assert trained[save_with_pipe_sgd] == [None, None]
-    lost = "gradients in flight are dropped, and the pipeline fills anew."
-    outcomes = on_ranks(load_with_others, 3, folder / save_with_pipe_sgd.__name__, init=False)
-    for rank, (refused, messages) in enumerate(outcomes):
-        assert_refused({"The checkpoint holds the state of 2 ranks, and there are 3.": refused})
-        assert messages == ["The checkpoint is of 2 ranks, and there are 3: " + lost] * (rank == 0)
+    for rank, (refused, messages) in enumerate(launch_cases({0: partial(load_with_others, folder)}, 3, init=False)[0]):
+        assert_refused({"state of 2 ranks, and there are 3": refused})
+        assert len(messages) == (rank == 0)
+        assert all("2 ranks, and there are 3: gradients in flight are dropped" in message for message in messages)
 
 
-def test_checkpoints_are_accelerates_own(trained: Outcomes, folder: Path) -> None:
-    """Two steps of the scheduler for each of three, and the same files; any method loads the weights."""
-    for outcomes in trained[interchange]:
-        weights, rate = outcomes["ddp"]
-        assert torch.equal(outcomes["dear"][0], weights)
-        assert torch.equal(outcomes["selsync"][0], weights)
-        assert outcomes["dear"][1] == rate == 0.01 * 0.5
-        assert_refused({"compression": outcomes["settings"]})
-    plain, dear = (
-        load_file(folder / interchange.__name__ / kind / "model" / "model.safetensors") for kind in ("ddp", "dear")
-    )
-    assert plain.keys() == dear.keys()
-    assert all(torch.equal(plain[name], dear[name]) for name in plain)
+def assert_resumed(wholes: list[Any], resumed: list[Any]) -> None:
+    for (weights, seen, _), (again, rest, _) in zip(wholes, resumed, strict=True):
+        assert torch.equal(weights, again)
+        assert torch.equal(weights, wholes[0][0])
+        assert rest == seen[-len(rest) :] != []
 
 
-def end_with_own_weights(folder: Path) -> Tensor:
-    """Saves without the replicas, and ends: then each process has its model alone."""
-    accelerator = accelerator_of("selsync", delta=1e9, checkpoint_replicas=False)
-    model = Classifier().model
-    network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
-    for step in range(4):
-        optimizer.zero_grad()
-        x = torch.full((4, 6), float(step + accelerator.process_index))
-        accelerator.backward(network(x).square().mean())
-        optimizer.step()
-        if step == 2:
-            accelerator.save_state(str(folder))
-    accelerator.end_training()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+def test_pipelines_side_by_side_resume(folder: Path) -> None:
+    """The ranks of a pipeline load the same batches, and the pipelines divide the samples of an epoch."""
+    settings = {"split": (2,), "num_pipelines": 2, "average_period": 2}
+    cases = {
+        (average, resumed): partial(train, "ea_pipe", folder / average, resumed, average=average, **settings)
+        for average in AVERAGES
+        for resumed in (False, True)
+    }
+    outcomes = launch_cases(cases, 4, init=False)
+    for average in AVERAGES:
+        wholes = outcomes[average, False]
+        assert_resumed(wholes, outcomes[average, True])
+        seen = [batches for _, batches, _ in wholes]
+        assert seen[0] == seen[1]
+        assert seen[2] == seen[3]
+        assert sorted(i for rank in (0, 2) for batch in seen[rank][:8] for i in batch) == list(range(SAMPLES))
 
 
-def test_the_end_consolidates_and_replicas_may_be_left_out(tmp_path: Path) -> None:
-    assert torch.equal(*on_ranks(end_with_own_weights, 2, tmp_path, init=False))
-    assert (tmp_path / "model.safetensors").exists()
-    assert not list(tmp_path.glob("pipesync_*"))
+def test_a_pipeline_in_one_process_resumes(folder: Path) -> None:
+    cases = {
+        resumed: partial(train, "ea_pipe", folder / "virtual", resumed, virtual_stages=2) for resumed in (False, True)
+    }
+    outcomes = launch_cases(cases, 1, init=False)
+    assert_resumed(outcomes[False], outcomes[True])

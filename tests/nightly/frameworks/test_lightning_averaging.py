@@ -1,4 +1,4 @@
-"""Running averages of the weights in a Trainer (EMA, SWA), with BatchNorm: the same on all ranks when they are read."""
+"""Running averages of the weights in a Trainer (EMA, SWA): the same on all ranks when they are read."""
 
 from __future__ import annotations
 
@@ -10,223 +10,254 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+from tests.references.selsync import mean
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_refused, raised
-from tests.support.lightning_models import Classifier, make_strategy, train_loader, trainer, val_loader
+from tests.support.lightning_models import LOCAL, Classifier, make_strategy, train_loader, trainer, val_loader
 
-#: Methods, and settings, with which the weights are the same as DDP's.
-EXACT: dict[str, dict[str, Any]] = {
-    "dear": {},
-    "pipe_sgd": {"staleness": 0},
-    "local_sgd": {"warmup_steps": 1000},
-    "parameter_server": {"policy": "sync"},
-}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    *EXACT.items(),
-    ("pipe_sgd", {}),
-    ("local_sgd", {"period": 3, "warmup_steps": 5}),
-    ("local_sgd", {"period": 2, "neighbors": "random_pairs"}),
-    ("selsync", {"delta": 1e9}),
-    ("parameter_server", {}),
-    ("parameter_server", {"policy": "downpour"}),
-    ("parameter_server", {"policy": "easgd", "period": 2}),
-    ("parameter_server", {"policy": "diloco", "period": 2, "k": 1}),
-]
-#: A method of each engine.
-LATE: list[tuple[str, dict[str, Any]]] = [("dear", {}), ("selsync", {"delta": 1e9}), ("parameter_server", {})]
-#: What a Trainer's training has at each validation, and, last, after it: parameters and buffers.
-Found = list[tuple[Tensor, Tensor]]
+Settings = dict[str, Any]
+DECAY = 0.8
+#: Steps after which a checkpoint is saved; or it is at the end of each epoch.
+SAVED = 5
+OF_EPOCHS = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
 
 
 class Network(Classifier):
     """Each rank begins with weights of its own, as without a common seed."""
 
-    def __init__(self, batch_norm: bool = True) -> None:
-        super().__init__(batch_norm=batch_norm)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         torch.manual_seed(int(os.environ["RANK"]))
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter += torch.randn_like(parameter) / 10
 
-    def parameters_and_buffers(self) -> tuple[Tensor, Tensor]:
-        buffers = torch.cat([torch.zeros(0), *(buffer.float().flatten() for buffer in self.buffers())])
-        return nn.utils.parameters_to_vector(self.parameters()).clone(), buffers
-
 
 class Watch(pl.Callback):
-    """What other callbacks, and the user, find while validating."""
+    """Keeps the weights after each step."""
 
     def __init__(self) -> None:
-        self.found: Found = []
+        self.steps: list[Tensor] = []
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Network, *args: Any) -> None:
-        self.found.append(pl_module.parameters_and_buffers())
+    def on_train_batch_end(self, trainer: Any, pl_module: Classifier, *args: Any) -> None:
+        self.steps.append(pl_module.weights())
 
 
 def average(
-    directory: Path, strategy: str, settings: dict[str, Any], callback: Any, epochs: int = 2, batch_norm: bool = True
-) -> Found:
-    model, watch = Network(batch_norm), Watch()
-    chosen = strategy if strategy == "ddp" else make_strategy({"name": strategy, **settings})
-    callbacks = [callback(), watch]
-    trainer(chosen, 2, directory, callbacks=callbacks, max_epochs=epochs).fit(model, train_loader(), val_loader())
-    return [*watch.found, model.parameters_and_buffers()]
+    folder: Path,
+    settings: Settings | str,
+    callback: Any,
+    epochs: int = 2,
+    saves: dict[str, Any] | None = None,
+    resume: Path | None = None,
+    **module: Any,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Trains with a callback.
+
+    Returns:
+        the weights, with buffers, at each validation and at the end, where the parameters alone follow; and the weights
+        after each step.
+    """
+    model, watch = Network(**module), Watch()
+    savers = [] if saves is None else [ModelCheckpoint(folder, "{step}", save_top_k=-1, **saves)]
+    how: dict[str, Any] = {"callbacks": [callback(), watch, *savers], "enable_checkpointing": bool(savers)}
+    run = trainer(make_strategy(settings), 2, folder, max_epochs=epochs, **how)
+    run.fit(model, train_loader(), val_loader(), ckpt_path=resume)
+    parameters = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    return [*model.validated_with, model.weights(), parameters], watch.steps
 
 
-def average_on_rank_0(run: Any) -> Found:
-    return run("dear", {}, ema if os.environ["RANK"] == "0" else pl.Callback)
+def found(*args: Any, **kwargs: Any) -> list[Tensor]:
+    return average(*args, **kwargs)[0]
 
 
-def ema() -> WeightAveraging:
-    return EMAWeightAveraging(decay=0.8)
+def ema() -> pl.Callback:
+    return EMAWeightAveraging(decay=DECAY)
 
 
-def late_ema() -> WeightAveraging:
-    return EMAWeightAveraging(decay=0.8, update_starting_at_step=9)
+def late_ema() -> pl.Callback:
+    return EMAWeightAveraging(decay=DECAY, update_starting_at_step=9)
 
 
-AVERAGED = [*((*case, ema) for case in CASES), *((*case, late_ema) for case in LATE)]
+#: With BatchNorm; those that are DDP are in the table of events.
+RUNNING: dict[str, tuple[Settings, Any]] = {
+    "local_sgd": ({"name": "local_sgd", "period": 3, "warmup_steps": 5}, ema),
+    "local_sgd, pairs": ({"name": "local_sgd", "period": 2, "neighbors": "random_pairs"}, ema),
+    "async": ({"name": "parameter_server"}, ema),
+    "downpour": ({"name": "parameter_server", "policy": "downpour"}, ema),
+    "easgd": ({"name": "parameter_server", "policy": "easgd", "period": 2}, ema),
+    "diloco": ({"name": "parameter_server", "policy": "diloco", "period": 2, "k": 1}, ema),
+    "late, dear": ({"name": "dear"}, late_ema),
+    "late, selsync": (LOCAL, late_ema),
+    "late, async": ({"name": "parameter_server"}, late_ema),
+}
+#: Whose replicas' averages are averaged.
+REPLICAS: dict[str, Settings] = {
+    "selsync": LOCAL,
+    "local_sgd": {"name": "local_sgd", "period": 5},
+    "local_sgd, overlapped": {"name": "local_sgd", "period": 4, "overlap_steps": 3},
+}
+#: By what is special of them: the first steps make no update, gradients are those of other weights, the last ones come
+#: after the last step, they are sent within the backward pass.
+PIPELINED: dict[str, Settings] = {
+    "prediction": {},
+    "late": {"staleness": 2, "delay_compensation": "none"},
+    "drained": {"staleness": 2, "drain": True},
+    "segments": {"pipeline_level": 2, "compression": "int8", "warmup_steps": 3},
+}
 
 
-@pytest.fixture(scope="module")
-def running(folder: Path) -> Outcomes:
-    """By strategy, settings and callback."""
-    run = partial(average, folder)
-    cases: dict[Any, Any] = {
-        (strategy, str(settings), callback): partial(run, strategy, settings, callback)
-        for strategy, settings, callback in [("ddp", {}, ema), *AVERAGED]
+def average_of(steps: list[Tensor]) -> list[Tensor]:
+    """Returns the running average after each step, of weights after it."""
+    running, averages = AveragedModel(nn.ParameterList([steps[0]]), avg_fn=get_ema_avg_fn(DECAY)), []
+    for weights in steps:
+        running.update_parameters(nn.ParameterList([weights]))
+        averages.append(next(running.parameters()).detach().clone())
+    return averages
+
+
+def averaged_pipeline(folder: Path, settings: Settings) -> dict[str, Any]:
+    given = {"name": "pipe_sgd", **settings}
+    weights, steps = average(folder, given, ema, saves={"every_n_train_steps": SAVED})
+    resumed = found(folder / "again", given, ema, resume=folder / f"step={SAVED}.ckpt")
+    saved = Network()
+    saved.load_state_dict(torch.load(folder / f"step={SAVED}.ckpt", weights_only=True)["state_dict"])
+    averages = average_of(steps)
+    half, last = averages[len(steps) // 2 - 1], averages[-1]
+    return {
+        "found": [*weights, saved.weights(), resumed[-1]],
+        "expected": [half, last, last, last, averages[SAVED - 1], last],
     }
-    return launch_cases({**cases, "one rank": partial(raised, partial(average_on_rank_0, run))}, 2, init=False)
-
-
-@pytest.mark.parametrize(("strategy", "settings", "callback"), AVERAGED)
-def test_running_averages_are_the_same_on_all_ranks(
-    strategy: str, settings: dict[str, Any], callback: Any, running: Outcomes
-) -> None:
-    first, second = running[strategy, str(settings), callback]
-    assert len(first) > 3
-    for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        for kind, mine, theirs in zip(("parameters", "buffers"), one, other, strict=True):
-            assert torch.equal(mine, theirs), (index, kind)
-
-
-@pytest.mark.parametrize("strategy", EXACT)
-def test_exact_methods_have_the_running_average_of_ddp(strategy: str, running: Outcomes) -> None:
-    """The buffers, too: those of rank 0; the average of the ranks' with local SGD, which DDP does not have."""
-    [expected, _] = running["ddp", "{}", ema]
-    [actual, _] = running[strategy, str(EXACT[strategy]), ema]
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one[0], other[0])
-        if strategy != "local_sgd":
-            torch.testing.assert_close(one[1], other[1])
 
 
 class Swa(StochasticWeightAveraging):
+    """Checks the final weights of a network without BatchNorm against the average."""
+
     def __init__(self) -> None:
         super().__init__(0.05, swa_epoch_start=1, annealing_epochs=1)
-
-
-#: Methods that keep what is written to the weights while they train.
-KEEPING = {
-    "dear": {},
-    "pipe_sgd": {"staleness": 0},
-    "local_sgd": {"warmup_steps": 1000},
-    "selsync": {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"},
-}
-#: And whether the network has BatchNorm.
-SWA_CASES: list[tuple[str, dict[str, Any], bool]] = [
-    *((*one, True) for one in KEEPING.items()),
-    ("selsync", KEEPING["selsync"], False),
-    ("parameter_server", {"policy": "sync"}, False),
-]
-#: Without BatchNorm.
-INEXACT = [("pipe_sgd", {}), ("parameter_server", {}), ("local_sgd", {"period": 3}), ("selsync", {})]
-#: With it.
-REFUSED = [("pipe_sgd", {}), ("parameter_server", {}), ("parameter_server", {"policy": "sync"})]
-
-
-class KeepingSwa(Swa):
-    """Has the final weights checked against the average."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         mean = nn.utils.parameters_to_vector(self._average_model.parameters())
-        assert torch.equal(nn.utils.parameters_to_vector(pl_module.parameters()), mean)
+        if not list(pl_module.buffers()):
+            assert torch.equal(nn.utils.parameters_to_vector(pl_module.parameters()), mean)
 
 
-def resumed_swa(folder: Path, strategy: str) -> list[Tensor]:
-    """The final weights of four epochs, and of the last two resumed from the end of the second."""
-    found = []
-    for epochs, path in ((4, None), (2, None), (4, "last.ckpt")):
-        model, saver = (
-            Network(batch_norm=False),
-            ModelCheckpoint(folder / f"{epochs}", save_last=True, every_n_epochs=1),
-        )
-        chosen = make_strategy({"name": strategy})
-        run = trainer(chosen, 2, folder, callbacks=[Swa(), saver], enable_checkpointing=True, max_epochs=epochs)
-        run.fit(model, train_loader(), ckpt_path=None if path is None else folder / "2" / path)
-        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    return [found[0], found[2]]
+SERVERS = {"name": "parameter_server", "policy": "sync"}
+SYNCHRONOUS = {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"}
+#: Settings with which it is DDP's; and whether the network has BatchNorm, where the average is written while training.
+SWA_OF_DDP: dict[str, tuple[Settings, bool]] = {
+    "dear": ({"name": "dear"}, True),
+    "pipe_sgd": ({"name": "pipe_sgd", "staleness": 0}, True),
+    "local_sgd": ({"name": "local_sgd", "warmup_steps": 1000}, True),
+    "selsync": (SYNCHRONOUS, True),
+    "selsync, plain": (SYNCHRONOUS, False),
+    "servers": (SERVERS, False),
+}
+SWA_OF_OTHERS: dict[str, Settings] = {
+    "pipe_sgd": {"name": "pipe_sgd"},
+    "parameter_server": {"name": "parameter_server"},
+    "local_sgd": {"name": "local_sgd", "period": 3},
+    "selsync": {},
+}
+SWA_RESUMED = {name: {"name": name} for name in ("selsync", "local_sgd")}
+#: With BatchNorm.
+SWA_REFUSED = {"pipe_sgd": {"name": "pipe_sgd"}, "parameter_server": SERVERS}
 
 
-def test_a_stochastic_average_that_is_resumed_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """And that of the uninterrupted run: at the beginning of an epoch SWA reads the consolidated weights."""
-    cases = {name: partial(resumed_swa, tmp_path / name, name) for name in ("selsync", "local_sgd")}
-    outcomes = launch_cases(cases, 2, init=False)
-    for name in cases:
-        (whole, resumed), (other, also) = outcomes[name]
-        assert torch.equal(whole, other), name
-        assert torch.equal(resumed, also), name
-        assert torch.equal(whole, resumed), name
+def resumed_swa(folder: Path, settings: Settings) -> list[Tensor]:
+    """The final weights of four epochs, and of the last two resumed from the second."""
+    whole = found(folder, settings, Swa, epochs=4, saves=OF_EPOCHS)
+    return [whole[-1], found(folder / "on", settings, Swa, epochs=4, resume=folder / "step=16.ckpt")[-1]]
 
 
 @pytest.fixture(scope="module")
-def stochastic(folder: Path) -> Outcomes:
-    run = partial(average, folder, epochs=3)
+def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {
-        (strategy, batch_norm): partial(run, strategy, settings, Swa, batch_norm=batch_norm)
-        for strategy, settings, batch_norm in [("ddp", {}, True), ("ddp", {}, False), *SWA_CASES]
+        ("running", name): partial(found, folder, *case, batch_norm=True) for name, case in RUNNING.items()
     }
-    for strategy, settings in INEXACT:
-        cases["inexact", strategy] = partial(run, strategy, settings, KeepingSwa, batch_norm=False)
-    for strategy, settings in REFUSED:
-        cases["refused", strategy, str(settings)] = partial(raised, partial(run, strategy, settings, Swa))
+    cases |= {
+        ("replicas", name): partial(average, folder, given, ema, epochs=4, batch_norm=True)
+        for name, given in REPLICAS.items()
+    }
+    for name, given in PIPELINED.items():
+        cases["pipelined", name] = partial(averaged_pipeline, folder / name, given)
+    swa = partial(found, folder, epochs=3)
+    cases |= {("swa", "ddp", batch_norm): partial(swa, "ddp", Swa, batch_norm=batch_norm) for batch_norm in (0, 1)}
+    for name, (given, batch_norm) in SWA_OF_DDP.items():
+        cases["swa", name, batch_norm] = partial(swa, given, Swa, batch_norm=batch_norm)
+    cases |= {("inexact", name): partial(swa, given, Swa) for name, given in SWA_OF_OTHERS.items()}
+    cases |= {("resumed", name): partial(resumed_swa, folder / name, given) for name, given in SWA_RESUMED.items()}
+    for name, given in SWA_REFUSED.items():
+        cases["refused", name] = partial(raised, partial(swa, given, Swa, batch_norm=True))
+    cases["one rank"] = on_one_rank
     return launch_cases(cases, 2, init=False)
 
 
-@pytest.mark.parametrize(("strategy", "batch_norm"), [(strategy, batch_norm) for strategy, _, batch_norm in SWA_CASES])
-def test_stochastic_weight_averaging_is_that_of_ddp(strategy: str, batch_norm: bool, stochastic: Outcomes) -> None:
-    [expected, _] = stochastic["ddp", batch_norm]
-    for actual in stochastic[strategy, batch_norm]:
-        torch.testing.assert_close(actual[-1][0], expected[-1][0])
-        assert strategy != "selsync" or torch.equal(actual[-1][0], expected[-1][0])
+def on_one_rank() -> tuple[str, str] | None:
+    callback = ema if os.environ["RANK"] == "0" else pl.Callback
+    return raised(lambda: average(Path("/nowhere"), {"name": "dear"}, callback))
 
 
-@pytest.mark.parametrize(("strategy", "settings"), INEXACT)
-def test_the_final_weights_are_the_stochastic_average(
-    strategy: str, settings: dict[str, Any], stochastic: Outcomes
-) -> None:
-    first, second = stochastic["inexact", strategy]
-    assert torch.equal(first[-1][0], second[-1][0])
-    assert not torch.equal(first[-1][0], stochastic["ddp", False][0][-1][0])
+@pytest.mark.parametrize("name", RUNNING)
+def test_running_averages_are_the_same_on_all_ranks(name: str, trained: Outcomes) -> None:
+    first, second = trained["running", name]
+    assert len(first) == 4
+    assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize(("strategy", "settings"), REFUSED)
-def test_an_average_that_would_be_overwritten_is_refused(
-    strategy: str, settings: dict[str, Any], stochastic: Outcomes
-) -> None:
-    for outcome in stochastic["refused", strategy, str(settings)]:
-        assert_refused({"StochasticWeightAveraging": outcome, strategy: outcome})
+@pytest.mark.parametrize("name", REPLICAS)
+def test_an_ema_is_that_of_the_average(name: str, trained: Outcomes) -> None:
+    """The EMA of each rank's replica, averaged, is the EMA of the averaged replicas: checked on every batch end."""
+    outcomes = trained["replicas", name]
+    averages = [mean(list(step)).double() for step in zip(*(steps for _, steps in outcomes), strict=True)]
+    expected = average_of(averages)[-1]
+    for weights, _ in outcomes:
+        torch.testing.assert_close(weights[-2].double(), expected, rtol=1e-4, atol=1e-5)
+        assert all(map(torch.equal, weights, outcomes[0][0]))
 
 
-def test_a_running_average_on_one_rank_is_refused(running: Outcomes) -> None:
-    for outcome in running["one rank"]:
+@pytest.mark.parametrize("name", PIPELINED)
+def test_it_is_the_average_of_the_weights_after_each_step(name: str, trained: Outcomes) -> None:
+    """Bit for bit: validations see it, the end has it, without drained gradients, and so has a resumed run."""
+    for outcome in trained["pipelined", name]:
+        assert all(torch.equal(*both) for both in zip(outcome["found"], outcome["expected"], strict=True))
+
+
+@pytest.mark.parametrize("name", SWA_OF_DDP)
+def test_stochastic_weight_averaging_is_that_of_ddp(name: str, trained: Outcomes) -> None:
+    batch_norm = SWA_OF_DDP[name][1]
+    [expected, _] = trained["swa", "ddp", batch_norm]
+    for actual in trained["swa", name, batch_norm]:
+        torch.testing.assert_close(actual[-1], expected[-1])
+        assert "selsync" not in name or torch.equal(actual[-1], expected[-1])
+
+
+@pytest.mark.parametrize("name", SWA_OF_OTHERS)
+def test_the_final_weights_are_the_stochastic_average(name: str, trained: Outcomes) -> None:
+    first, second = trained["inexact", name]
+    assert torch.equal(first[-1], second[-1])
+    assert not torch.equal(first[-1], trained["swa", "ddp", False][0][-1])
+
+
+@pytest.mark.parametrize("name", SWA_RESUMED)
+def test_a_stochastic_average_that_is_resumed_is_the_same_on_all_ranks(name: str, trained: Outcomes) -> None:
+    """And that of the uninterrupted run: at the beginning of an epoch SWA reads the consolidated weights."""
+    for whole, resumed in trained["resumed", name]:
+        assert torch.equal(whole, trained["resumed", name][0][0])
+        assert torch.equal(resumed, whole)
+
+
+@pytest.mark.parametrize("name", SWA_REFUSED)
+def test_an_average_that_would_be_overwritten_is_refused(name: str, trained: Outcomes) -> None:
+    for outcome in trained["refused", name]:
+        assert_refused({"StochasticWeightAveraging": outcome, name: outcome})
+
+
+def test_a_running_average_on_one_rank_is_refused(trained: Outcomes) -> None:
+    for outcome in trained["one rank"]:
         assert_refused({"rank 0 has EMAWeightAveraging, rank 1 has none": outcome})

@@ -1,4 +1,4 @@
-"""EA-Pipe in the Trainer, against the engine on the same batches."""
+"""EA-Pipe in a Trainer: metrics of rank 0 everywhere, what a mini-batch is, checkpoints, and what it cannot train."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pipesync import EAPipe, EAPipeStrategy
+from lightning_pipesync import EAPipeStrategy
+from tests.nightly.frameworks.test_lightning_events import Fetching
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.ea_pipe_runs import ASYNCHRONOUS, average_elastically
 from tests.support.harness import assert_refused, on_ranks, raised
 from tests.support.lightning_models import (
     Classifier,
-    Fetching,
     dataset,
     fit,
     make_strategy,
@@ -32,112 +31,27 @@ from tests.support.lightning_models import (
     trainer,
     val_loader,
 )
-from tests.support.models import OPTIMIZERS
 
-SPLIT = {2: (2,), 3: (2, 4)}
-
-
-def engine_on(seen: list[list[int]], algorithm: str) -> Any:
-    """The weights of a Classifier that virtual stages have trained on the same batches, and the losses."""
-    model = Classifier(**MODULE)
-    make = OPTIMIZERS[model.optimizer_name]
-
-    class Holder(nn.Module):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__()
-            self.held = nn.ParameterList(parameters)
-
-    engine = EAPipe(
-        model.model,
-        nn.functional.cross_entropy,
-        lambda parameters: make(Holder(parameters)),
-        virtual_stages=2,
-        split=SPLIT[2],
-        algorithm=algorithm,
-    )
-    losses = []
-    for indices in seen:
-        _, x, y = dataset()[torch.tensor(indices)]
-        losses.append(engine.train_batch((x, y)))
-    engine.flush()
-    return model.weights(), losses
+PIPELINE = {"name": "ea_pipe", "split": (2,)}
+ELASTIC = {**PIPELINE, "num_pipelines": 2, "algorithm": "1f1b", "average": "elastic", "average_period": 3}
+MODULE = {"optimizer": "adamw", "batch_norm": True, "dropout": 0.3}
 
 
-def split_on(num_stages: int = 2, **settings: Any) -> dict[str, Any]:
-    return {"name": "ea_pipe", "split": SPLIT[num_stages], **settings}
+def loss_on(model: Classifier, indices: list[int]) -> Tensor:
+    _, x, y = dataset()[torch.tensor(indices)]
+    return nn.functional.cross_entropy(model.model(x), y)
 
 
-SYNCHRONOUS = ("gpipe", "1f1b")
-COLLECTED = ("ea_pipe", "gpipe")
-MODULE = {"optimizer": "adamw", "dropout": 0.3, "batch_norm": True}
+class Augmented(TensorDataset):
+    """Draws random numbers with torch, NumPy and Python."""
 
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> Outcomes:
-    cases: dict[Any, Any] = {
-        algorithm: partial(fit, folder, split_on(algorithm=algorithm), max_epochs=1, **options)
-        for algorithms, options in ((ASYNCHRONOUS, {"module": MODULE}), (SYNCHRONOUS, {"gradient_clip_val": 0.5}))
-        for algorithm in algorithms
-    }
-    accumulated = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
-    cases["accumulated"] = partial(fit, folder, split_on(), {"scheduler": True}, max_epochs=3, **accumulated)
-    cases |= {("collected", algorithm): partial(collect, folder, algorithm) for algorithm in COLLECTED}
-    cases |= {how: partial(how, folder) for how in (watch, evaluate_only, fit_badly)}
-    return launch_cases(cases, 2, init=False)
-
-
-@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
-def test_trainer_is_the_engine(algorithm: str, trained: Outcomes) -> None:
-    """Bit for bit, dropout included; every rank has all weights, and the metrics of rank 0."""
-    outcomes = trained[algorithm]
-    weights, losses = engine_on(outcomes[0]["seen"], algorithm)
-    for outcome in outcomes:
-        assert torch.equal(outcome["weights"], weights)
-        assert outcome["steps"] == 16
-        assert outcome["metrics"] == outcomes[0]["metrics"]
-    assert outcomes[0]["metrics"]["loss"] == pytest.approx(float(losses[-1]))
-
-
-@pytest.mark.parametrize("algorithm", SYNCHRONOUS)
-def test_synchronous_pipelines_are_plain_training(algorithm: str, trained: Outcomes) -> None:
-    outcomes = trained[algorithm]
-    model = Classifier()
-    optimizer = OPTIMIZERS["sgd"](model)
-    for indices in outcomes[0]["seen"][::2]:  # the batches; each micro-batch of them was seen, too
-        assert len(indices) == 2
-    seen = outcomes[0]["seen"]
-    for first, second in zip(seen[::2], seen[1::2], strict=True):
-        _, x, y = dataset()[torch.tensor(first + second)]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model.model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    for outcome in outcomes:
-        torch.testing.assert_close(outcome["weights"], model.weights())
-
-
-def test_accumulated_batches_are_one_mini_batch(trained: Outcomes) -> None:
-    """Also the last ones of an epoch, which are fewer; clipped as a whole; with a schedule of learning rates."""
-    outcomes = trained["accumulated"]
-
-    def update(replica: Classifier, optimizer: torch.optim.Optimizer, t: int) -> None:
-        epoch, step = divmod(t, 6)
-        optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (epoch // 2)
-        for indices in outcomes[0]["seen"][16 * epoch : 16 * (epoch + 1)][3 * step : 3 * (step + 1)]:
-            _, x, y = dataset()[torch.tensor(indices)]
-            (nn.functional.cross_entropy(replica.model(x), y) / 3).backward()
-        nn.utils.clip_grad_norm_(replica.parameters(), 0.2)
-        optimizer.step()
-
-    master = average_elastically(Classifier, OPTIMIZERS["sgd"], update, num_updates=18, force=0.5)
-    for outcome in outcomes:
-        assert outcome["steps"] == 18
-        torch.testing.assert_close(outcome["weights"], master.weights())
+    def __getitem__(self, index: int) -> Any:
+        i, x, y = super().__getitem__(index)
+        return i, x + 0.01 * torch.randn_like(x) + 0.01 * float(np.random.rand()) + 0.01 * random.random(), y
 
 
 class Watched(Classifier):
-    """Has a head outside the pipeline and a metric, and uses random numbers before and after the layers."""
+    """Has a head outside the pipeline and a metric, collects outputs, and draws random numbers of all kinds."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
@@ -146,6 +60,9 @@ class Watched(Classifier):
         self.accuracy = MulticlassAccuracy(2)
         self.computed: list[float] = []
         self.norms: list[list[bool]] = []
+        self.outputs: list[Tensor] = []
+        self.mixed: list[float] = []
+        self.estimated = 0.0
 
     def _shared(self, batch: Any) -> tuple[Tensor, Tensor]:
         _, x, y = batch
@@ -153,16 +70,22 @@ class Watched(Classifier):
         return output, y
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:  # type: ignore[override]
+        self.mixed.append(float(np.random.beta(1.0, 1.0)))  # as mixup draws
         output, y = self._shared(batch)
         self.accuracy(output, y)
-        loss = nn.functional.cross_entropy(output + 0.01 * torch.randn_like(output), y)
+        loss = (0.5 + self.mixed[-1]) * nn.functional.cross_entropy(output + 0.01 * torch.randn_like(output), y)
         self.log("acc", self.accuracy, on_epoch=True, on_step=False)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
         return {"loss": loss, "said": batch_idx}
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
         output, y = self._shared(batch)
-        self.log("val_loss", nn.functional.cross_entropy(output, y))
+        self.outputs.append(nn.functional.cross_entropy(output, y))
+        self.log("val_loss", self.outputs[-1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("collected", torch.stack(self.outputs).mean())
+        self.outputs.clear()
 
     test_step = validation_step
 
@@ -177,29 +100,33 @@ class Watched(Classifier):
         self.log("epoch_acc", self.computed[-1])
 
     def configure_optimizers(self) -> Any:
+        self.estimated = self.trainer.estimated_stepping_batches  # which is before the method is there
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
-def watch(directory: Path) -> dict[str, Any]:
+def watch(folder: Path) -> dict[str, Any]:
     """Trains, tests and predicts with everything that reads metrics."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(int(os.environ["RANK"]))  # the ranks begin with different states
     model = Watched()
-    best = ModelCheckpoint(directory, monitor="val_loss", filename="best")
-    often = ModelCheckpoint(directory / "often", monitor="loss_step", every_n_train_steps=5, save_top_k=2)
-    of_epoch = ModelCheckpoint(directory / "epoch", monitor="epoch_acc", mode="max", save_on_train_epoch_end=True)
-    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    best = ModelCheckpoint(folder, monitor="val_loss", filename="best")
+    often = ModelCheckpoint(folder / "often", monitor="loss_step", every_n_train_steps=5, save_top_k=2)
+    of_epoch = ModelCheckpoint(folder / "epoch", monitor="epoch_acc", mode="max", save_on_train_epoch_end=True)
+    stopping = EarlyStopping("collected", patience=1, min_delta=10.0)
     run = trainer(
-        make_strategy(split_on()),
+        make_strategy(PIPELINE),
         2,
-        directory,
+        folder,
         callbacks=[best, often, of_epoch, stopping],
         enable_checkpointing=True,
         max_epochs=5,
         val_check_interval=0.5,
         precision="bf16-mixed",
+        num_sanity_val_steps=1,
     )
-    run.fit(model, train_loader(), val_loader())
+    run.fit(model, DataLoader(Augmented(*dataset().tensors), batch_size=4, shuffle=True), val_loader())
     fitted = {name: float(value) for name, value in run.callback_metrics.items()}
     lr, best_epoch = run.optimizers[0].param_groups[0]["lr"], (of_epoch.best_model_path, of_epoch.best_model_score)
     [tested] = run.test(model, val_loader(), ckpt_path="best")
@@ -210,68 +137,22 @@ def watch(directory: Path) -> dict[str, Any]:
         "tested": shown,
         "returned": tested,
         "computed": model.computed,
+        "mixed": model.mixed,
         "norms": model.norms,
         "best": (best.best_model_path, float(best.best_model_score)),
         "of_epoch": best_epoch,
         "often": sorted(Path(path).name for path in often.best_k_models),
         "steps": run.global_step,
+        "estimated": model.estimated,
+        "synchronized again": bool(model.accuracy.sync_on_compute and model.accuracy._to_sync),
         "lr": lr,
         "weights": model.weights(),
         "predictions": predictions,
     }
 
 
-def test_all_ranks_find_the_metrics_of_rank_0(trained: Outcomes) -> None:
-    """Early stopping, checkpoints of the best, schedulers on plateaus and metric objects behave as on one process."""
-    first, second = trained[watch]
-    for name in ("fitted", "tested", "computed", "best", "of_epoch", "often", "steps", "lr"):
-        assert first[name] == second[name], name
-    assert torch.equal(first["weights"], second["weights"])
-    assert first["steps"] == 16  # stopped by the second validation
-    assert set(first["fitted"]) >= {"acc", "loss", "loss_step", "loss_epoch", "val_loss"}
-    assert first["computed"] == [pytest.approx(first["fitted"]["acc"])]
-    assert len(first["often"]) == 2
-    assert float(first["of_epoch"][1]) == pytest.approx(first["fitted"]["acc"])
-    assert first["returned"] == {"val_loss": pytest.approx(first["tested"]["val_loss"])}
-    # Rank 0 has the last stage: the last layer, and what comes after it.
-    assert first["norms"] == [[False] * 2 + [True] * 6] * 16
-    assert second["norms"] == [[True] * 2 + [False] * 6] * 16
-    plain = Watched()
-    plain.load_state_dict(torch.load(first["best"][0], weights_only=True)["state_dict"])
-    plain.eval()
-    assert second["predictions"] == [None] * 4
-    with torch.no_grad():
-        output = plain.head(plain.model(dataset()[:16][1]))
-    torch.testing.assert_close(torch.cat(first["predictions"])[:16].float(), output, atol=0.1, rtol=0.1)
-
-
-def fit_from(directory: Path, strategy: Any, path: Path | None) -> dict[str, Any]:
-    model, world_size = Classifier(optimizer="adamw"), int(os.environ["WORLD_SIZE"])
-    run = trainer(make_strategy(strategy), world_size, directory, max_epochs=2 if path else 1)
-    run.fit(model, train_loader(), ckpt_path=path)
-    run.save_checkpoint(directory / f"{type(run.strategy).__name__}{world_size}.ckpt")
-    return {"weights": model.weights(), "steps": run.global_step}
-
-
-def test_checkpoints_load_in_plain_training_and_with_more_stages(tmp_path: Path) -> None:
-    """The optimizer's state is included."""
-    on_ranks(fit_from, 2, tmp_path, split_on(), None, init=False)
-    checkpoint = torch.load(tmp_path / "EAPipeStrategy2.ckpt", weights_only=True)
-    plain = Classifier(optimizer="adamw")
-    plain.load_state_dict(checkpoint["state_dict"])
-    optimizer: Any = plain.configure_optimizers()
-    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    assert len(optimizer.state) == 6
-    assert all(state["step"] == 8 for state in optimizer.state.values())  # of 16, every other one for each replica
-    three = on_ranks(fit_from, 3, tmp_path, split_on(3), tmp_path / "EAPipeStrategy2.ckpt", init=False)
-    assert torch.equal(three[0]["weights"], three[2]["weights"])
-
-
-# --- what a pipeline cannot train -------------------------------------------------------------------------------------
-
-
 class Bad(Classifier):
-    """A LightningModule that a pipeline cannot train, in one of several ways."""
+    """A module that a pipeline cannot train, in one of several ways."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -301,36 +182,6 @@ class Bad(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
-    cases: dict[str, tuple[Classifier, dict[str, Any], dict[str, Any]]] = {
-        "module=": (Bad("two"), {}, {}),
-        "has none": (Bad("none"), {}, {}),
-        "automatic_optimization": (Bad("manual"), {}, {}),
-        "StochasticWeightAveraging averages": (Bad(""), {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
-        "16-mixed": (Bad(""), {}, {"plugins": [scaling()]}),
-        "loader's iterator": (Fetching(), {}, {}),
-        "split": (Bad(""), {"split": (1, 2)}, {}),
-        "train_time_interval": (
-            Bad(""),
-            {},
-            {
-                "callbacks": [ModelCheckpoint(directory, monitor="loss", train_time_interval=timedelta(hours=1))],
-                "enable_checkpointing": True,
-            },
-        ),
-    }
-    found = {}
-    for words, (model, settings, options) in cases.items():
-        run = trainer(EAPipeStrategy(**settings), 2, directory, **options)
-        found[words] = raised(partial(run.fit, model, train_loader()))
-    return found
-
-
-def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(trained: Outcomes) -> None:
-    for outcomes in trained[fit_badly]:
-        assert_refused(outcomes)
-
-
 class Overriding(Bad):
     """Overrides what a pipeline does itself."""
 
@@ -348,29 +199,149 @@ class Overriding(Bad):
             super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
 
-def fit_wrongly(directory: Path, kind: str) -> tuple[str, str] | None:
+def refuse(folder: Path) -> dict[str, tuple[str, str] | None]:
+    timed = ModelCheckpoint(folder, monitor="loss", train_time_interval=timedelta(hours=1))
+    cases: dict[str, tuple[Classifier, dict[str, Any], dict[str, Any]]] = {
+        "module=": (Bad("two"), {}, {}),
+        "has none": (Bad("none"), {}, {}),
+        "automatic_optimization": (Bad("manual"), {}, {}),
+        "StochasticWeightAveraging averages": (Bad(""), {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
+        "16-mixed": (Bad(""), {}, {"plugins": [scaling()]}),
+        "loader's iterator": (Fetching(), {}, {}),
+        "split": (Bad(""), {"split": (1, 2)}, {}),
+        "train_time_interval": (Bad(""), {}, {"callbacks": [timed], "enable_checkpointing": True}),
+    }
+    found = {}
+    for words, (model, settings, options) in cases.items():
+        run = trainer(EAPipeStrategy(**settings), 2, folder, **options)
+        found[words] = raised(partial(run.fit, model, train_loader()))
+    return found
+
+
+#: What a step does that a pipeline cannot, and the words that name it.
+WRONG = {
+    "before": "depends on parameters outside",
+    "layers": "without a call",
+    "twice": "called 2 times",
+    "penalty": "on another stage",
+    "nothing": "must return a loss",
+    "skips": "without a step of the optimizer",
+    "again": "twice in a step",
+    "clips": "has left it out",
+}
+
+
+def fit_wrongly(folder: Path, kind: str) -> tuple[str, str] | None:
     strategy = EAPipeStrategy(module="model", split=(2,), timeout_s=20)
-    run = trainer(strategy, 2, directory, max_epochs=1, gradient_clip_val=0.5 if kind == "clips" else None)
+    run = trainer(strategy, 2, folder, max_epochs=1, gradient_clip_val=0.5 if kind == "clips" else None)
     make = Overriding if kind in ("skips", "again", "clips") else Bad
     return raised(lambda: run.fit(make(kind), train_loader()))
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("before", "depends on parameters outside"),
-        ("layers", "without a call"),
-        ("twice", "called 2 times"),
-        ("penalty", "on another stage"),
-        ("nothing", "must return a loss"),
-        ("skips", "without a step of the optimizer"),
-        ("again", "twice in a step"),
-        ("clips", "has left it out"),
-    ],
-)
-def test_a_step_that_does_not_fit_is_named(kind: str, words: str, tmp_path: Path) -> None:
+def evaluate_only(folder: Path) -> list[Any]:
+    model = Classifier()
+    run = trainer("ea_pipe", 2, folder)
+    run.validate(model, val_loader())
+    validated = float(run.callback_metrics["val_loss"])
+    run.test(model, val_loader())
+    return [validated, float(run.callback_metrics["val_loss"]), run.predict(model, val_loader())]
+
+
+def fit_elastic(folder: Path, max_epochs: int, resumes: bool = True) -> dict[str, Any]:
+    """Saves a checkpoint after each epoch, or resumes from the first one's."""
+    saving = [] if resumes else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
+    return fit(
+        folder, ELASTIC, MODULE, max_epochs=max_epochs, enable_checkpointing=not resumes, callbacks=saving,
+        resume=folder / "epoch=0.ckpt" if resumes else None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Outcomes:
+    cases: dict[Any, Any] = {
+        "saved": partial(fit, folder, PIPELINE, {"optimizer": "adamw"}, max_epochs=1, saved="saved.ckpt")
+    }
+    cases |= {how: partial(how, folder) for how in (watch, evaluate_only, refuse)}
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.fixture(scope="module")
+def on_four(folder: Path) -> Outcomes:
+    cases: dict[Any, Any] = {"whole": partial(fit_elastic, folder, 2, resumes=False)}
+    return launch_cases(cases | {epochs: partial(fit_elastic, folder, epochs) for epochs in (1, 2)}, 4, init=False)
+
+
+def test_all_ranks_find_the_metrics_of_rank_0(trained: Outcomes) -> None:
+    """Early stopping, checkpoints of the best, schedulers on plateaus and metric objects behave as on one process."""
+    first, second = trained[watch]
+    for name in ("fitted", "tested", "computed", "mixed", "best", "of_epoch", "often", "steps", "estimated", "lr"):
+        assert first[name] == second[name], name
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["estimated"] == 5 * 16, "all ranks see all 64 samples"
+    assert first["synchronized again"]
+    assert second["synchronized again"]
+    assert first["steps"] == 16  # stopped by the second validation
+    assert set(first["fitted"]) >= {"acc", "loss", "loss_step", "loss_epoch", "val_loss"}
+    assert first["computed"] == [pytest.approx(first["fitted"]["acc"])]
+    assert len(first["often"]) == 2
+    assert float(first["of_epoch"][1]) == pytest.approx(first["fitted"]["acc"])
+    assert first["returned"] == {"val_loss": pytest.approx(first["tested"]["val_loss"])}
+    # Rank 0 has the last stage: the last layer, and what comes after it.
+    assert first["norms"] == [[False] * 2 + [True] * 6] * 16
+    assert second["norms"] == [[True] * 2 + [False] * 6] * 16
+    plain = Watched()
+    plain.load_state_dict(torch.load(first["best"][0], weights_only=True)["state_dict"])
+    plain.eval()
+    assert second["predictions"] == [None] * 4
+    with torch.no_grad():
+        output = plain.head(plain.model(dataset()[:16][1]))
+    torch.testing.assert_close(torch.cat(first["predictions"])[:16].float(), output, atol=0.1, rtol=0.1)
+
+
+def saved_in(path: Path, **module: Any) -> Tensor:
+    plain = Classifier(**module)
+    plain.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    return plain.weights()
+
+
+def test_pipelines_side_by_side(on_four: Outcomes, folder: Path) -> None:
+    """They divide the samples, and resume bit for bit from what each had; all find the reference's weights."""
+    whole, resumed = on_four["whole"], on_four[2]
+    for epoch in (slice(0, 16), slice(16, 32)):  # of mini-batches in halves, which the last stages see
+        indices = [index for rank in (0, 2) for batch in whole[rank]["seen"][epoch] for index in batch]
+        assert sorted(indices) == list(range(len(dataset())))
+    for epochs in (1, 2):
+        for outcome in on_four[epochs]:  # of which the first one only loads
+            assert torch.equal(outcome["weights"], saved_in(folder / f"epoch={epochs - 1}.ckpt", **MODULE))
+    for one, other in zip(whole, resumed, strict=True):
+        assert torch.equal(one["weights"], other["weights"])
+        assert all(one["metrics"][name] == other["metrics"][name] for name in ("loss", "val_loss"))
+        assert other["seen"] == one["seen"][len(one["seen"]) - len(other["seen"]) :]
+
+
+def test_checkpoints_load_in_plain_training_and_with_more_stages(trained: Outcomes, folder: Path) -> None:
+    """The optimizer's state is included."""
+    assert trained["saved"]
+    checkpoint = torch.load(folder / "saved.ckpt", weights_only=True)
+    optimizer: Any = Classifier(optimizer="adamw").configure_optimizers()
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    assert len(optimizer.state) == 6
+    assert all(state["step"] == 8 for state in optimizer.state.values())  # of 16, every other one for each replica
+    more = partial(fit, folder, {**PIPELINE, "split": (2, 4)}, {"optimizer": "adamw"}, resume=folder / "saved.ckpt")
+    first, _, last = launch_cases({"": more}, 3, init=False)[""]
+    assert torch.equal(first["weights"], last["weights"])
+    assert not torch.equal(first["weights"], saved_in(folder / "saved.ckpt"))
+
+
+def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(trained: Outcomes) -> None:
+    for outcomes in trained[refuse]:
+        assert_refused(outcomes)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_step_that_does_not_fit_is_named(kind: str, folder: Path) -> None:
     """On the rank that runs it; the other rank, which may be waiting, names its peer, or raises the same."""
-    outcomes = on_ranks(fit_wrongly, 2, tmp_path, kind, init=False, timeout_s=60)
+    outcomes, words = on_ranks(fit_wrongly, 2, folder, kind, init=False), WRONG[kind]
     assert all(outcome is not None for outcome in outcomes)
     assert any(words in outcome[1] for outcome in outcomes)
     for outcome in outcomes:
@@ -378,125 +349,11 @@ def test_a_step_that_does_not_fit_is_named(kind: str, words: str, tmp_path: Path
         assert words in outcome[1] or "at fault" in outcome[1]
 
 
-class Estimating(Classifier):
-    """Has a schedule over all steps, and a metric object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy, self.estimated = MulticlassAccuracy(2), 0.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        _, x, y = batch
-        output = self.model(x)
-        self.accuracy(output, y)
-        self.log("accuracy", self.accuracy)
-        return nn.functional.cross_entropy(output, y)
-
-    def configure_optimizers(self) -> Any:
-        self.estimated = self.trainer.estimated_stepping_batches
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def estimate(directory: Path) -> tuple[float, bool]:
-    """The steps that are estimated before the method is there; and whether the metric is synchronized afterwards."""
-    model = Estimating()
-    trainer(make_strategy(split_on()), 2, directory, max_epochs=2).fit(model, train_loader())
-    return model.estimated, bool(model.accuracy.sync_on_compute and model.accuracy._to_sync)
-
-
-def test_what_is_asked_before_a_fit_and_found_after_it(tmp_path: Path) -> None:
-    """All ranks see all 64 samples, in batches of 4."""
-    assert on_ranks(estimate, 2, tmp_path, init=False) == [(32, True)] * 2
-
-
-# --- regressions ------------------------------------------------------------------------------------------------------
-
-
-class Collecting(Classifier):
-    """Collects outputs for the end of the epoch, and draws random numbers in data set and steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-        self.mixed: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        _, x, y = batch
-        share = float(np.random.beta(1.0, 1.0))  # as mixup draws
-        self.mixed.append(share)
-        loss = share * nn.functional.cross_entropy(self.model(share * x), y)
-        np.random.rand(3)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        _, x, y = batch
-        self.outputs.append(nn.functional.cross_entropy(self.model(x), y))
-        torch.randn(3)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("collected", torch.stack(self.outputs).mean())
-        self.outputs.clear()
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
-class Augmented(TensorDataset):
-    """Draws random numbers with torch, NumPy and Python."""
-
-    def __getitem__(self, index: int) -> Any:
-        i, x, y = super().__getitem__(index)
-        return i, x + 0.01 * torch.randn_like(x) + 0.01 * float(np.random.rand()) + 0.01 * random.random(), y
-
-
-def collect(directory: Path, algorithm: str) -> dict[str, Any]:
-    random.seed(int(os.environ["RANK"]))  # the ranks begin with different states
-    np.random.seed(int(os.environ["RANK"]))
-    torch.manual_seed(int(os.environ["RANK"]))
-    model = Collecting()
-    world_size = int(os.environ["WORLD_SIZE"])
-    run = trainer(
-        make_strategy(split_on(algorithm=algorithm)),
-        world_size,
-        directory,
-        callbacks=[EarlyStopping("collected", patience=5)],
-        accumulate_grad_batches=2,
-        val_check_interval=5,
-        num_sanity_val_steps=1,
-    )
-    run.fit(model, DataLoader(Augmented(*dataset().tensors), batch_size=4, shuffle=True), val_loader())
-    return {
-        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
-        "mixed": model.mixed,
-        "weights": model.weights(),
-    }
-
-
-def test_collected_outputs_and_random_numbers(trained: Outcomes) -> None:
-    for algorithm in COLLECTED:
-        first, second = trained["collected", algorithm]
-        assert first["metrics"] == second["metrics"]
-        assert "collected" in first["metrics"]
-        assert torch.equal(first["weights"], second["weights"])
-        if algorithm != "gpipe":  # whose loss is computed part by part
-            assert first["mixed"] == second["mixed"]
-
-
-def evaluate_only(directory: Path) -> list[Any]:
-    model = Classifier()
-    run = trainer("ea_pipe", 2, directory)
-    run.validate(model, val_loader())
-    validated = float(run.callback_metrics["val_loss"])
-    run.test(model, val_loader())
-    return [validated, float(run.callback_metrics["val_loss"]), run.predict(model, val_loader())]
-
-
 def test_evaluation_without_training(trained: Outcomes) -> None:
     first, second = trained[evaluate_only]
     model = Classifier()
-    _, x, y = dataset()[:]
     with torch.no_grad():
-        output = model.model(x)
-    expected = pytest.approx(float(nn.functional.cross_entropy(output, y)))
+        expected = pytest.approx(float(loss_on(model, list(range(64)))))
+        output = model.model(dataset()[:][1])
     assert first[0] == first[1] == second[0] == second[1] == expected
     torch.testing.assert_close(torch.cat(first[2]), output)

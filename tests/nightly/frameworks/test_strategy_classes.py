@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import runpy
+import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,7 +17,7 @@ import lightning_pipesync
 from lightning_pipesync import fabric, register_method
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.example_method import Averaging, AveragingConfig
-from tests.support.harness import on_ranks
+from tests.support.harness import launch
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,21 +26,6 @@ def test_the_classes_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     for path, text in runpy.run_path(str(ROOT / "docs" / "strategy_classes.py"))["files"]():
         assert path.read_text() == text, f"run python docs/strategy_classes.py, which writes {path.name}"
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_arguments_are_the_settings(name: str) -> None:
-    """With their types and defaults; settings that the Trainer replaces by its arguments are none."""
-    method = METHODS[name]
-    module = lightning_pipesync.lightning
-    arguments = inspect.signature(getattr(module, f"{method.__name__}Strategy")).parameters
-    types = get_type_hints(method.config_type)
-    stated = {field.name: field.default for field in fields(method.config_type)}
-    expected = {key: default for key, default in stated.items() if key not in method.config_type.set_by_trainer}
-    assert {key: arguments[key].default for key in expected} == expected
-    given = get_type_hints(getattr(module, f"{method.__name__}Strategy").__init__)
-    assert {key: given[key] for key in expected} == {key: types[key] for key in expected}
-    assert not set(arguments) & set(method.config_type.set_by_trainer)
 
 
 def test_a_users_method_has_strategies() -> None:
@@ -52,12 +38,6 @@ def test_a_users_method_has_strategies() -> None:
         assert strategy(**{names[0]: 3}).config == AveragingConfig(**{names[0]: 3})
         with pytest.raises(ValueError, match="has no setting 'none_such'"):
             strategy(none_such=3)
-
-
-def test_former_names_are_accepted_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="Set ranks_per_replica=2 in place of replicas_per_group=2"):
-        strategy: Any = lightning_pipesync.LocalSGDStrategy(replicas_per_group=2)  # type: ignore[call-arg]
-    assert strategy.config.ranks_per_replica == 2
 
 
 def build_without_sources() -> None:
@@ -75,5 +55,26 @@ def build_without_sources() -> None:
 
 
 def test_strategies_are_built_without_sources() -> None:
-    """As in a package of compiled files."""
-    on_ranks(build_without_sources, 1, init=False)
+    """As in a package of compiled files; in a process of its own, which imports all anew."""
+    launch(build_without_sources, 1, init=False)
+
+
+IN_ANY_ORDER = """
+import importlib, os, warnings
+import torch._dynamo, torch.distributed.fsdp, torchmetrics  # once for all, since Lightning takes seconds to import them
+import lightning_pipesync
+warnings.filterwarnings("error", message=".*are not registered")
+for first in (
+    "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric", "lightning_pipesync.lightning",
+    "lightning_pipesync.fabric", "lightning_pipesync.fabric.private", "lightning_pipesync.lab.plan.callback",
+):
+    if not (child := os.fork()):
+        importlib.import_module(first)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, first
+"""
+
+
+def test_whatever_is_imported_first_registers_the_strategies() -> None:
+    result = subprocess.run([sys.executable, "-c", IN_ANY_ORDER], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -35,24 +35,3 @@ def test_importing() -> None:
     """All other tests import the frameworks before the package."""
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-IN_ANY_ORDER = """
-import importlib, os, warnings
-import torch._dynamo, torch.distributed.fsdp, torchmetrics  # once for all, since Lightning takes seconds to import them
-import lightning_pipesync
-warnings.filterwarnings("error", message=".*are not registered")
-for first in (
-    "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric", "lightning_pipesync.lightning",
-    "lightning_pipesync.fabric", "lightning_pipesync.fabric.private", "lightning_pipesync.lab.plan.callback",
-):
-    if not (child := os.fork()):
-        importlib.import_module(first)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, first
-"""
-
-
-def test_whatever_is_imported_first_registers_the_strategies() -> None:
-    result = subprocess.run([sys.executable, "-c", IN_ANY_ORDER], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

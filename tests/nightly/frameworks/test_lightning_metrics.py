@@ -1,4 +1,4 @@
-"""What a fit says of its method, with both distributions of the Trainer: a line at the end, metrics, settings."""
+"""What a fit says of its method, with both distributions of the Trainer: metrics, settings, a line at the end."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.lightning import fit_summary
-from lightning_pipesync.methods.metric_info import MetricInfo, counted
+from lightning_pipesync import SelSync, SelSyncStrategy
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.example_method import Averaging
 from tests.conformance.methods import register_method
+from tests.nightly.frameworks.test_lightning_events import Fetching, TwoOptimizers
 from tests.support.case_table import Outcomes, launch_cases
+from tests.support.harness import assert_refused, raised
+from tests.support.lightning_models import Classifier, Memory, train_loader, trainer
 
 #: Of a progress bar, which cuts long lines off.
 MOST_CHARACTERS = 14
-
 #: What a method says first, of 8 steps.
 FIRST_CLAUSES = {
     "averaging": "Averaging: 8 steps",
     "dear": "DeAR: 8 steps with gradients in 1 bucket",
     "ea_pipe": "EAPipe: 8 mini-batches through 2 stages",
     "local_sgd": "LocalSGD: 2 rounds in 8 steps",
-    "parameter_server": r"ParameterServer: 8 updates in 8 steps of a rank, with a mean staleness of 0",
+    "parameter_server": "ParameterServer: 8 updates in 8 steps of a rank, with a mean staleness of 0",
     "pipe_sgd": "PipeSGD: 7 updates in 8 steps, with a staleness of 1 at the end",
-    "selsync": r"SelSync: 88% of 8 steps were local",
+    "selsync": "SelSync: 88% of 8 steps were local",
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "local_sgd": {"period": 4},
@@ -47,7 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "selsync": {"delta": 1e9},  # only the first step is synchronized
 }
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-CASES = [(package, name) for package in PACKAGES for name in FIRST_CLAUSES]
+#: Each method with one of the two.
+CASES = [(PACKAGES[index % 2], name) for index, name in enumerate(FIRST_CLAUSES)]
 
 
 def build(package: str, raises_at: int | None = None) -> Any:
@@ -75,12 +75,6 @@ def build(package: str, raises_at: int | None = None) -> Any:
     return Regression()
 
 
-def loader(world_size: int) -> DataLoader:
-    """Gives each rank 4 batches, which with a pipeline all ranks get."""
-    generator = torch.Generator().manual_seed(0)
-    return DataLoader(TensorDataset(torch.randn(8 * world_size, 4, generator=generator)), batch_size=2)
-
-
 @contextmanager
 def said() -> Iterator[list[str]]:
     """Collects what Lightning's logger of rank 0 lets through, to which "`Trainer.fit` stopped" goes, too."""
@@ -94,127 +88,92 @@ def said() -> Iterator[list[str]]:
         rank_zero.log.removeHandler(handler)
 
 
-def fit(
-    package: str, name: str, world_size: int, directory: Path, raises_at: int | None = None, **kwargs: Any
-) -> dict[str, Any]:
-    """Trains for 2 epochs of 4 batches, and returns what it says and logs."""
-    library = import_module(package)
+def fit(package: str, name: str, world_size: int, folder: Path, raises_at: int | None = None) -> dict[str, Any]:
+    """Trains for 2 epochs of 4 batches on each rank, and returns what it says and logs."""
     if name == "averaging":
         register_method(Averaging)
     strategies = import_module(f"{package}.strategies").StrategyRegistry
-    logger = import_module(f"{package}.loggers").CSVLogger(directory, name=f"{package}_{name}_{world_size}")
-    run = library.Trainer(
+    logger = import_module(f"{package}.loggers").CSVLogger(folder, name=f"{package}_{name}_{world_size}")
+    run = import_module(package).Trainer(
         strategy=strategies[name]["strategy"](**SETTINGS.get(name, {})), devices=world_size, accelerator="cpu",
         max_epochs=2, logger=logger, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        default_root_dir=directory, **kwargs,
+        default_root_dir=folder,
     )  # fmt: skip
-    model, gathers = build(package, raises_at), []
-
-    def gather(transport: Transport, value: Any) -> list[Any]:
-        gathers.append(value)
-        return original(transport, value)
-
-    original = Transport.gather_objects
-    batches = loader(1 if name == "ea_pipe" else world_size)
-    error = None
-    with said() as lines, mock.patch.object(Transport, "gather_objects", gather):
-        try:
-            run.fit(model, batches)
-            run.save_checkpoint(Path(logger.log_dir) / "end.ckpt")
-        except Exception as raised:
-            error = str(raised)
+    model, samples = build(package, raises_at), 8 * (1 if name == "ea_pipe" else world_size)
+    loader = DataLoader(TensorDataset(torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))), 2)
+    with said() as lines:
+        error = raised(partial(run.fit, model, loader))
+        run.save_checkpoint(Path(logger.log_dir) / "end.ckpt") if error is None else None
     return {
         "error": error,
-        "lines": lines,
+        "lines": [line for line in lines if line.startswith(METHODS[name].__name__)],
         "metrics": {key: float(value) for key, value in run.callback_metrics.items()},
         "own": model.own_metrics,
         "shown": set(run.progress_bar_metrics),
-        "gathers": len(gathers),
         "folder": logger.log_dir,
         "settings": getattr(run.strategy, "config", None),
     }
 
 
-def line_in(outcome: dict[str, Any], name: str) -> str:
-    [line] = [line for line in outcome["lines"] if line.startswith(METHODS[name].__name__)]
-    return line
+def log_rows(folder: Path, make: type[Classifier], **how: Any) -> tuple[list[Any], int]:
+    """Returns the rows, and how often the method was asked for its metrics."""
+    memory = Memory()
+    run = trainer(SelSyncStrategy(delta=0.1), 2, folder, logger=memory, max_epochs=3, **how)
+    with mock.patch.object(SelSync, "metrics", autospec=True, side_effect=SelSync.metrics) as metrics:
+        run.fit(make(), train_loader())
+    return [(step, set(row)) for step, row in memory.rows], metrics.call_count
+
+
+#: How gradients are computed, arguments of the Trainer, and the steps that are logged; epochs are besides.
+ROWS: list[tuple[type[Classifier], dict[str, Any], list[int]]] = [
+    (Classifier, {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
+    (Classifier, {"log_every_n_steps": 3, "accumulate_grad_batches": 2}, [2, 5, 8, 11]),
+    (TwoOptimizers, {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
+    (Classifier, {"log_every_n_steps": 50}, []),
+    (Classifier, {"log_every_n_steps": 0}, []),
+]
+
+
+def refuse_injection(folder: Path) -> tuple[str, str] | None:
+    run = trainer(SelSyncStrategy(injection=(0.5, 0.5)), 2, folder)
+    return raised(lambda: run.fit(Fetching(), train_loader()))
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {case: partial(fit, *case, 2, folder) for case in CASES}
-    cases["rare rows"] = partial(fit, PACKAGES[0], "selsync", 2, folder, log_every_n_steps=50)
-    cases["each step"] = partial(fit, PACKAGES[0], "selsync", 2, folder, log_every_n_steps=1)
-    for package in PACKAGES:
-        cases["crash", package] = partial(fit, package, "selsync", 2, folder, raises_at=2)
-    return launch_cases(cases, 2, init=False)
+    cases["crash"] = partial(fit, PACKAGES[0], "selsync", 2, folder, raises_at=2)
+    for index, (make, how, _) in enumerate(ROWS):
+        cases["rows", index] = partial(log_rows, folder, make, **how)
+    return launch_cases({**cases, "refused": partial(refuse_injection, folder)}, 2, init=False)
 
 
 @pytest.mark.parametrize(("package", "name"), CASES)
 def test_the_line_at_the_end(package: str, name: str, trained: Outcomes) -> None:
     """What the method did, what it and DDP send, and how long training waited; on rank 0 only."""
     first, second = trained[package, name]
-    assert not [line for line in second["lines"] if line.startswith(METHODS[name].__name__)]
-    number = r"[\d.e-]+"
-    of_ddp = "" if name == "ea_pipe" else f", where DDP sends at least {19 * 4 * 8 / 2**20:.2g} MiB"
-    network = rf"each rank sent {number} MiB{re.escape(of_ddp)}; training waited for the network \d+% of the time\."
-    assert re.fullmatch(f"{FIRST_CLAUSES[name]}; {network}", line_in(first, name))
+    [line] = first["lines"]
+    assert line.startswith(FIRST_CLAUSES[name])
+    assert re.search(r"each rank sent [\d.e-]+ MiB", line)
+    of_ddp = f"where DDP sends at least {19 * 4 * 8 / 2**20:.2g} MiB"
+    assert (of_ddp in line) == (name != "ea_pipe")
+    assert re.search(r"waited for the network \d+% of the time\.$", line)
+    assert second["lines"] == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_line_after_an_error(package: str, trained: Outcomes) -> None:
-    for outcome in trained["crash", package]:
+def test_no_line_after_an_error(trained: Outcomes) -> None:
+    for outcome in trained["crash"]:
         assert outcome["error"] is not None
-        assert not [line for line in outcome["lines"] if line.startswith("SelSync")]
+        assert outcome["lines"] == []
 
 
-class Stub(Averaging):
-    """Sends 3 MiB and waits for 2 of 50 seconds on rank 0, 6 MiB and 7 seconds on its other rank."""
-
-    ddp_bytes = 0.05 * 2**20
-
-    def __init__(self, backend: str) -> None:
-        """Attaches to nothing."""
-        self.transport = mock.Mock(job=mock.Mock(rank=0, world_size=2), backend=backend, traffic=Traffic())
-        self.transport.job.gather_objects = lambda mine: [mine, (400, 6 * 2**20, 7 / 50)]
-
-    def count(self, mib: int, seconds: float) -> None:
-        traffic = self.transport.traffic
-        traffic.bytes_sent["all_reduce"], traffic.seconds_waited["all_reduce"] = mib * 2**20, seconds
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-
-SENT = "each rank sent 4.5 MiB, where DDP sends at least 20 MiB"
-WAITED = "training waited for the network 9% of the time"
-
-
-@pytest.mark.parametrize(
-    ("backend", "counts", "line"),
-    [
-        ("gloo", True, f"Stub: 400 steps; {SENT}; {WAITED}."),
-        ("nccl", True, f"Stub: 400 steps; {SENT}."),
-        ("gloo", False, "Stub: 400 steps."),
-    ],
-)
-def test_what_is_said_of_the_network(backend: str, counts: bool, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means over the ranks, of what has been sent and waited since the start; nothing of what was not counted."""
-    monkeypatch.setattr(Stub, "counts_traffic", counts)
-    monkeypatch.setattr(fit_summary, "perf_counter", iter([10.0, 60.0]).__next__)
-    method = Stub(backend)
-    method.count(1, 1.0)
-    summary = fit_summary.FitSummary(method, 100)
-    method.count(4, 3.0)
-    assert summary.text(500) == line
-
-
-def test_one_rank_says_nothing_of_a_network(tmp_path: Path) -> None:
-    cases = {name: partial(fit, PACKAGES[0], name, 1, tmp_path) for name in ("dear", "selsync")}
+def test_alone_it_says_nothing_of_the_network(folder: Path) -> None:
+    cases = {name: partial(fit, PACKAGES[0], name, 1, folder) for name in ("dear", "selsync")}
     outcomes = launch_cases(cases, 1, init=False)
-    assert line_in(outcomes["selsync"][0], "selsync") == "SelSync: 88% of 8 steps were local."
-    assert "network" not in line_in(outcomes["dear"][0], "dear")
-    assert "DDP" not in line_in(outcomes["dear"][0], "dear")
+    assert outcomes["selsync"][0]["lines"] == ["SelSync: 88% of 8 steps were local."]
+    [line] = outcomes["dear"][0]["lines"]
+    assert "network" not in line
+    assert "DDP" not in line
 
 
 @pytest.mark.parametrize(("package", "name"), CASES)
@@ -225,6 +184,7 @@ def test_the_metrics_of_an_epoch_are_those_of_all_ranks(package: str, name: str,
     logged = [{key: value for key, value in outcome["metrics"].items() if "/rank_" not in key} for outcome in outcomes]
     assert logged[0] == logged[1]
     names = {key.removeprefix(f"{name}/") for key in logged[0] if "/" in key}
+    assert "mib_sent" in names
     assert names <= infos.keys()
     assert names == outcomes[0]["own"].keys()
     # These grow in the meantime: threads of the servers still send.
@@ -237,21 +197,29 @@ def test_the_metrics_of_an_epoch_are_those_of_all_ranks(package: str, name: str,
     assert all(len(short) <= MOST_CHARACTERS for short in shown.values())
 
 
-def test_what_a_metric_is_reduced_to() -> None:
-    assert MetricInfo(over_ranks="max").reduce([1.0, 4.0, 2.0]) == 4.0
-    assert MetricInfo(over_ranks="mean").reduce([1.0, 4.0, 4.0]) == 3.0
-    assert MetricInfo(over_ranks="rank 0").reduce([2.0]) == 2.0
-    assert MetricInfo(over_ranks="same").reduce([2.0, 2.0]) == 2.0
+@pytest.mark.parametrize("index", range(len(ROWS)))
+def test_every_row_has_the_metrics(index: int, trained: Outcomes) -> None:
+    """3 epochs of 8 batches; on other batches than those that are logged nothing is measured."""
+    _, how, steps = ROWS[index]
+    for rank, (rows, measured) in enumerate(trained["rows", index]):
+        in_step = [(step, names) for step, names in rows if "loss" in names]
+        in_epoch = [(step, names) for step, names in rows if "loss" not in names]
+        assert [step for step, _ in in_step] == steps
+        for _, names in in_step:
+            assert {"selsync/lssr", f"selsync/mib_sent/rank_{rank}", f"selsync/exposed_seconds/rank_{rank}"} <= names
+            assert "selsync/mib_sent" not in names
+        assert [step for step, _ in in_epoch] == [
+            8 * (epoch + 1) // how.get("accumulate_grad_batches", 1) - 1 for epoch in range(3)
+        ]
+        for _, names in in_epoch:
+            assert {"selsync/lssr", "selsync/mib_sent", "selsync/exposed_seconds"} <= names
+        assert measured == 1 + len(rows)
 
 
-def test_how_numbers_are_said() -> None:
-    assert [counted(number, "step") for number in (0, 1.0, 2, 2e6)] == ["0 steps", "1 step", "2 steps", "2000000 steps"]
-
-
-def test_rows_of_steps_need_no_collective(trained: Outcomes) -> None:
-    for rare, each in zip(trained["rare rows"], trained["each step"], strict=True):
-        assert rare["gathers"] == each["gathers"]
-        assert rare["own"]["mib_sent"] == each["own"]["mib_sent"]
+def test_injection_needs_a_batch(trained: Outcomes) -> None:
+    """A training step that takes the iterator shows none."""
+    for outcome in trained["refused"]:
+        assert_refused({"injection=(0.5, 0.5)": outcome, "dataloader_iter": outcome})
 
 
 @pytest.mark.parametrize(("package", "name"), CASES)

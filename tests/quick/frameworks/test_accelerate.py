@@ -1,0 +1,89 @@
+"""PipeSyncAccelerator saves, resumes, skips batches and ends; its checkpoints are Accelerate's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.accelerate_runs import accelerator_of, steps, train
+from tests.support.case_table import Outcomes, launch_cases
+from tests.support.harness import assert_refused, raised
+from tests.support.lightning_models import Classifier
+from tests.support.models import OPTIMIZERS, assert_same
+
+#: Each in another order of the data.
+RESUMED = ("dear", "selsync", "ea_pipe")
+
+
+def interchange(folder: Path) -> dict[str, Any]:
+    """Trains by DDP and by DeAR; loads DeAR's checkpoint with another method, and with other settings."""
+    return {
+        "ddp": steps(Accelerator(cpu=True), None, 3, folder / "by ddp"),
+        "dear": steps(accelerator_of("dear", timeout_s=60), None, 3, folder / "by dear"),
+        "selsync": steps(accelerator_of("selsync", timeout_s=60), folder / "by dear", 0, None),
+        "settings": raised(lambda: steps(accelerator_of("dear", compression="int8"), folder / "by dear", 0, None)),
+    }
+
+
+def end_with_own_weights(folder: Path) -> Tensor:
+    """Saves without the replicas, and ends: then each process has its model alone."""
+    accelerator = accelerator_of("selsync", delta=1e9, checkpoint_replicas=False)
+    model = Classifier()
+    network, optimizer = accelerator.prepare(model.model, OPTIMIZERS["sgd"](model.model))
+    for step in range(4):
+        optimizer.zero_grad()
+        accelerator.backward(network(torch.full((4, 6), float(step + accelerator.process_index))).square().mean())
+        optimizer.step()
+        if step == 2:
+            accelerator.save_state(str(folder))
+    accelerator.end_training()
+    return model.weights()
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Outcomes:
+    cases: dict[Any, Any] = {
+        (method, resumed): partial(train, method, folder / method, resumed)
+        for method in RESUMED
+        for resumed in (False, True)
+    }
+    cases |= {"interchange": partial(interchange, folder), "end": partial(end_with_own_weights, folder / "end")}
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize("method", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(method: str, trained: Outcomes, folder: Path) -> None:
+    """Bit for bit, within an epoch: weights, residuals of codecs, injected rows, dropout, and the next batch."""
+    wholes = trained[method, False]
+    for (weights, seen, number), resumed in zip(wholes, trained[method, True], strict=True):
+        assert torch.equal(weights, resumed[0]), (weights - resumed[0]).abs().max()
+        assert torch.equal(weights, wholes[0][0])
+        assert resumed[1] == seen[-len(resumed[1]) :] != []
+        assert torch.equal(number, resumed[2])
+    assert (folder / method / "pipesync_1.bin").exists()
+
+
+def test_checkpoints_are_accelerates_own(trained: Outcomes, folder: Path) -> None:
+    """Two steps of the scheduler for each of three, and the same files; any method loads the weights."""
+    for outcomes in trained["interchange"]:
+        weights, rate = outcomes["ddp"]
+        assert torch.equal(outcomes["dear"][0], weights)
+        assert torch.equal(outcomes["selsync"][0], weights)
+        assert outcomes["dear"][1] == rate == 0.01 * 0.5
+        assert_refused({"compression": outcomes["settings"]})
+    plain, dear = (load_file(folder / by / "model" / "model.safetensors") for by in ("by ddp", "by dear"))
+    assert plain.keys() == dear.keys()
+    assert_same(dear, plain)
+
+
+def test_the_end_consolidates_and_replicas_may_be_left_out(trained: Outcomes, folder: Path) -> None:
+    assert torch.equal(*trained["end"])
+    assert (folder / "end" / "model.safetensors").exists()
+    assert not list((folder / "end").glob("pipesync_*"))
