@@ -11,14 +11,14 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.conformance.loops import AccelerateLoop, FabricLoop, PlainLoop, Settings, rank_of_process
 from tests.conformance.methods import Method
-from tests.conformance.training import Options, network
+from tests.conformance.training import Options, flat_state, network
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -96,5 +96,11 @@ class ShardedAccelerateLoop(AccelerateLoop):
         ranks = self.options.ranks_per_replica
         return {
             "parallelism_config": ParallelismConfig(dp_replicate_size=self.options.ranks // ranks, dp_shard_size=ranks),
-            "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap"),
+            "fsdp_plugin": FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="FULL_STATE_DICT"
+            ),
         }
+
+    @staticmethod
+    def saved_weights(path: Path) -> Tensor:
+        return flat_state(torch.load(path / "pytorch_model_fsdp.bin", weights_only=True))

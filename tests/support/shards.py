@@ -19,6 +19,11 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_pipesync import METHODS, PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.accelerate.private import use_fsdp_on_cpu
+from tests.support.case_table import launch_cases
+from tests.support.harness import launch
+
+#: Calls a table of cases on new ranks: what DTensor caches refers to process groups, which end with a call.
+launch_sharded = partial(launch_cases, launch=launch)
 
 REPLICAS, SHARDS = 2, 2
 RANKS = REPLICAS * SHARDS

@@ -149,7 +149,9 @@ def end_with_an_error() -> tuple[int, str] | None:
     if recorder.rank == 1:
         recorder.close_after(KeyError("a bug"))
         return None
-    return recorder.lost.get(timeout=60)
+    lost = recorder.lost.get(timeout=60)
+    recorder.close(1.0)
+    return lost
 
 
 def send_with_a_bug() -> tuple[int, str]:

@@ -153,7 +153,7 @@ def with_accelerate(plugin: PipeSyncPlugin | None) -> str:
         network, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         accelerator.backward(network(torch.randn(3, 4)).sum())
         optimizer.step()
-    accelerator.free_memory()
+    accelerator.end_training()
     return output.getvalue()
 
 
