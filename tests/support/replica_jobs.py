@@ -262,9 +262,8 @@ def train(jobs: dict[str, Job], addresses: list[str], folder: Path) -> dict[str,
             outcome["status"] = left.code
         outcome["place"] = loader.state_dict()["num_batches"]
         outcome["own"], outcome["steps"] = state(model), sync.num_steps
-        outcome["replicas"] = sync.metrics()["replicas"]
         sync.end()
-        outcome["last"] = state(model)
+        outcome["last"], outcome["replicas"] = state(model), sync.metrics()["replicas"]
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -156,6 +156,7 @@ if begun <= 2 and name == "1":
 if name == "2":
     sys.exit(0)
 if name == "0":
+    wait_for("begun1")
     while os.path.getsize(f"{folder}/begun1") < 3:  # or replica 1 would be alone
         time.sleep(0.01)
 left = int(open(f"{folder}/left{name}-{begun - 1}").read())

@@ -53,8 +53,8 @@ def when_marked(act: Act, folder: Path, others: int) -> None:
     act()
 
 
-def in_flag(act: Act, folder: Path, others: int, section: int = SECTION) -> None:
-    when_called(Membership, "commit", section, partial(when_marked, act, folder, others))
+def in_flag(act: Act, folder: Path, others: int) -> None:
+    when_called(Membership, "commit", SECTION, partial(when_marked, act, folder, others))
 
 
 def die_in_sum() -> None:
@@ -168,7 +168,7 @@ LOST = {
         {"participation": 0.5}, {"participation": 0.5}, fates={1: at_step(4)}, lost={1: 6}, replicas=2
     ),
     "int8": Job({**DILOCO, "compression": "int8"}, None, fates={1: sums}),
-    "the last average": Job(fates={1: partial(in_flag, die, section=1)}, num_steps=4),
+    "the last average": Job(fates={1: partial(in_flag, die)}, num_steps=4),
 }
 LEAVING = {
     "the first": Job(acts={0: leave}, leaving={0: 6}),

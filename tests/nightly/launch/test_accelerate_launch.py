@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,7 +18,7 @@ from lightning_pipesync.cli import main
 from tests.nightly.launch import accelerate_scripts
 from tests.support.commands import ROOT, launched, processes_of
 from tests.support.commands import environment as environment_with
-from tests.support.harness import free_port, on_ranks
+from tests.support.harness import free_port, launch
 
 CONFIGS = ROOT / "integrations" / "accelerate"
 DIGITS = [str(ROOT / "examples" / "accelerate_digits.py"), "--epochs", "1"]
@@ -67,7 +66,7 @@ accelerator.end_training()
     ids=["dear", "selsync"],
 )
 def test_accelerates_own_scripts(environment: dict[str, str], failing: set[str]) -> None:
-    for outcomes in on_ranks(partial(run_scripts, environment), 2, init=False, timeout_s=300):
+    for outcomes in launch(run_scripts, 2, environment, init=False):
         assert {name for name, error in outcomes.items() if error} == failing, outcomes
         assert {"test_script", "test_ops", "test_metrics.torch_metrics"} <= outcomes.keys()
         for name in WITHOUT_OPTIMIZER:

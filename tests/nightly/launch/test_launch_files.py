@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -17,6 +21,12 @@ from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1J
 from kubeflow_trainer_api.models.io_k8s_api_core_v1_pod_template_spec import IoK8sApiCoreV1PodTemplateSpec
 from kubeflow_trainer_api.models.io_k8s_api_core_v1_service import IoK8sApiCoreV1Service
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_update_train_job_status_request import (
+    TrainerV1alpha1UpdateTrainJobStatusRequest,
+)
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.extras import is_installed
 from tests.support.commands import ROOT, environment, run_together
@@ -26,19 +36,7 @@ INTEGRATIONS = ROOT / "integrations"
 REPLICAS = INTEGRATIONS / "kubernetes" / "replicas.yaml"
 TRAINJOB = INTEGRATIONS / "kubernetes" / "trainjob.yaml"
 SKYPILOT = INTEGRATIONS / "skypilot" / "train.yaml"
-#: Prints what SkyPilot says about the tasks that it reads, a line for each.
-SKYPILOT_SAYS = """
-import json, sys
-import sky
-
-for task in json.load(sys.stdin):
-    try:
-        print(sky.Task.from_yaml_config(task).num_nodes)
-    except Exception as error:
-        print(" ".join(str(error).split()))
-"""
 needs_torchft = pytest.mark.skipif(not is_installed("torchft"), reason="torchft is not installed")
-SHELL_FILES = sorted(path for path in INTEGRATIONS.rglob("*") if path.suffix in (".sh", ".sbatch"))
 #: Starts its command once for each task of the job on this machine, as Slurm's srun does on the nodes.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
@@ -115,12 +113,6 @@ def sbatch(name: str, folder: Path, *options: object, **variables: object) -> tu
 def ranks_in(output: str) -> list[str]:
     """Returns the lines that the ranks printed."""
     return sorted(re.findall(r"rank \d.*", output))
-
-
-@pytest.mark.parametrize("file", SHELL_FILES, ids=lambda file: file.name)
-def test_shell_files_can_be_read_by_bash(file: Path) -> None:
-    result = subprocess.run(["bash", "-n", file], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_slurm_starts_lightning(tmp_path: Path) -> None:
@@ -240,13 +232,8 @@ def test_slurm_files_ask_for_what_they_use() -> None:
         assert f"RANKS_PER_REPLICA=${{RANKS_PER_REPLICA:-{directives(file)['gpus-per-node']}}}" in file.read_text()
 
 
-def train_job() -> dict[str, Any]:
-    job: dict[str, Any] = yaml.safe_load(TRAINJOB.read_text())
-    return job
-
-
 def test_train_job_follows_its_schema() -> None:
-    job = train_job()
+    job = yaml.safe_load(TRAINJOB.read_text())
     assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
     job["spec"]["trainer"]["numNode"] = 2  # what the schema does not know is dropped
     assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() != job
@@ -260,7 +247,7 @@ def test_train_job_follows_its_schema() -> None:
 
 
 def test_train_job_runs_with_what_its_runtime_sets(tmp_path: Path) -> None:
-    trainer = train_job()["spec"]["trainer"]
+    trainer = yaml.safe_load(TRAINJOB.read_text())["spec"]["trainer"]
     assert (ROOT / trainer["args"][0]).exists()
     (tmp_path / "train.py").write_text(PLAIN)
     command = [*trainer["command"], tmp_path / "train.py", "a b"]  # args, with another script
@@ -297,30 +284,8 @@ def test_replicas_on_kubernetes_follow_their_schemas() -> None:
     assert {mount["name"] for mount in replica["volumeMounts"]} == volumes
 
 
-def skypilot_task() -> dict[str, Any]:
-    task: dict[str, Any] = yaml.safe_load(SKYPILOT.read_text())
-    return task
-
-
-def test_skypilot_knows_all_fields_of_its_task(tmp_path: Path) -> None:
-    pytest.importorskip("sky", reason="SkyPilot is not installed")
-    misplaced = skypilot_task()
-    misplaced["use_spot"] = misplaced["resources"].pop("use_spot")
-    misspelt = skypilot_task()
-    misspelt["file_mounts"]["/checkpoints"]["modes"] = "MOUNT"
-    command = [sys.executable, "-c", SKYPILOT_SAYS]
-    tasks = json.dumps([skypilot_task(), misplaced, misspelt])
-    said = subprocess.run(
-        command, input=tasks, env=environment(HOME=tmp_path), capture_output=True, text=True, check=True
-    )
-    nodes, *problems = said.stdout.splitlines()
-    assert nodes == "2"
-    for word, problem in zip(("use_spot", "modes"), problems, strict=True):
-        assert word in problem
-
-
 def test_a_skypilot_task_runs_with_what_skypilot_sets(tmp_path: Path) -> None:
-    task = skypilot_task()
+    task: dict[str, Any] = yaml.safe_load(SKYPILOT.read_text())
     script, *options = task["envs"]["SCRIPT"].split()
     assert (ROOT / script).exists()
     assert any(option.startswith(mount) for option in options for mount in task["file_mounts"])
@@ -343,3 +308,58 @@ def test_a_skypilot_task_runs_with_what_skypilot_sets(tmp_path: Path) -> None:
         assert machine.returncode == 0, machine.stdout
     said = ranks_in("".join(machine.stdout for machine in machines))
     assert said == [f"rank {rank} of 2, sum 3, a-b" for rank in range(2)]
+
+
+# --- the callback that reports the progress to Kubeflow Trainer, here to a stand-in -----------------------------------
+
+
+class StatusServer(BaseHTTPRequestHandler):
+    """Keeps what is posted to it, in place of Kubeflow Trainer's controller."""
+
+    posted: ClassVar[list[tuple[str, str]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.posted.append((self.headers["Authorization"], body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def status_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """What a training that is told of the server has posted to it."""
+    monkeypatch.setattr(StatusServer, "posted", [])
+    (tmp_path / "token").write_text("secret\n")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), StatusServer) as server:
+        monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://127.0.0.1:{server.server_port}/status")
+        Thread(target=server.serve_forever).start()
+        yield StatusServer.posted
+        server.shutdown()
+
+
+def fit_with_progress(batches: int) -> None:
+    progress = runpy.run_path(str(ROOT / "integrations" / "kubernetes" / "progress.py"))["Progress"](every_s=0)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, limit_val_batches=0, callbacks=[progress], **quiet)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, batches)))
+
+
+def test_progress_is_reported_as_kubeflow_trainer_expects_it(status_server: list[tuple[str, str]]) -> None:
+    fit_with_progress(5)
+    assert [token for token, _ in status_server] == ["Bearer secret"] * 6  # after each batch, and at the end
+    for _, body in status_server:
+        assert TrainerV1alpha1UpdateTrainJobStatusRequest.from_json(body).to_dict().keys() == json.loads(body).keys()
+    reports = [json.loads(body)["trainerStatus"] for _, body in status_server]
+    assert [report["progressPercentage"] for report in reports] == [20, 40, 60, 80, 100, 100]
+    assert reports[-1]["estimatedRemainingSeconds"] == 0
+
+
+def test_progress_that_nobody_takes_does_not_end_a_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://127.0.0.1:{free_port()}/status")
+    with pytest.warns(UserWarning, match="The progress was not reported to"):
+        fit_with_progress(1)

@@ -76,12 +76,6 @@ def test_only_the_command_opens_the_laboratory() -> None:
     assert sorted(opened_by) == ["__init__.py", "cli.py"]
 
 
-def test_pictures_have_one_palette() -> None:
-    """A figure of matplotlib's own would have other colours."""
-    drawn_by = [path for path in ROOT.rglob("*.py") if "matplotlib.figure" in set(imports_of(path))]
-    assert drawn_by == [ROOT / "lab" / "bench" / "pictures.py"]
-
-
 def test_triton_is_imported_when_a_kernel_is_launched() -> None:
     """Not with the package: it is missing on most machines without a GPU."""
     modules = {path.relative_to(ROOT / "core/codecs"): path for path in (ROOT / "core/codecs").rglob("*.py")}
