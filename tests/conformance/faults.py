@@ -151,7 +151,7 @@ NIGHTLY = [
     *(Fault("plain", name, "forward", "hangs") for name in ("dear", "ea_pipe", "local_sgd", "parameter_server")),
     *(Fault(*pair, "forward", "killed") for pair in PAIRS if pair not in KILLED),
     Fault("lightning", "selsync", "forward", "hangs"),
-    Fault("plain", "selsync", "raw barrier", "hangs", 2, 3),
+    Fault("lightning", "selsync", "barrier", "hangs", 2, 3),
     *(Fault("plain", name, "batch", "killed", 1, 3) for name in ("dear", "ea_pipe", "pipe_sgd", "selsync")),
     Fault("plain", "selsync", "batch", "killed", 0, 3),
     Fault("plain", "selsync", "batch", "frozen", 0, 3),

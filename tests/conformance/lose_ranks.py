@@ -26,16 +26,13 @@ import torch.distributed.optim
 from transformers import TrainerCallback, TrainingArguments
 
 from lightning_pipesync import PipeSyncPlugin
-from tests.conformance.faults import AT_ONCE, HUNG_S, MEETINGS, NIGHTLY, QUICK, TIMEOUT_S, Fault, by_name
+from tests.conformance.faults import AT_ONCE, HUNG_S, MEETINGS, NIGHTLY, QUICK, Fault, by_name
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.training import Checkpoint, Options
 from tests.support.harness import free_port
 from tests.support.lost_ranks import be_patient, wait_for
 from tests.support.transformers_models import OF_EIGHT_STEPS, PipeSyncTrainer, Sentences, bert
-
-#: Seconds after which a barrier of the default process group ends for which a rank hangs.
-BARRIER_TIMEOUT_S = 30
 
 
 class Job:
@@ -71,6 +68,8 @@ class Job:
         return passes
 
     def meet(self, who: Any) -> None:
+        if self.fault.how == "hangs":  # of which the default process group tells nobody before
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.fault.timeout_s))
         if self.fault.place == "gather":
             who.accelerator.gather(torch.ones(1))
         elif self.fault.place == "raw barrier":
@@ -137,8 +136,7 @@ class Job:
     def train(self) -> None:
         fault = self.fault
         if fault.framework == "plain":
-            hangs = (fault.place, fault.how) == ("raw barrier", "hangs")
-            dist.init_process_group(fault.backend, timeout=timedelta(seconds=BARRIER_TIMEOUT_S if hangs else TIMEOUT_S))
+            dist.init_process_group(fault.backend)
         method = METHODS[fault.method]
         pipeline_of_three = method.pipeline and fault.ranks == 3
         settings = fault.settings or ({} if pipeline_of_three else method.typical[0])
