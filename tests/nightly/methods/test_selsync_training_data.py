@@ -200,10 +200,9 @@ def test_an_order_of_the_users_own_stays() -> None:
 def refusals() -> dict[str, Any]:
     """Returns what preparing a loader raises, by words of it."""
     data, rank = dataset(), dist.get_rank()
-    sharing, passing = (
-        SelSync((model := Classifier()).model, model.configure_optimizers(), **settings)
-        for settings in ({"injection": (0.5, 0.5)}, {"full_pass": True})
-    )
+    first, second = Classifier(), Classifier()
+    sharing = SelSync(first.model, first.configure_optimizers(), injection=(0.5, 0.5))
+    passing = SelSync(second.model, second.configure_optimizers(), full_pass=True)
     wrong: dict[str, tuple[SelSync, Any]] = {
         "batch_size=None": (sharing, DataLoader(data, batch_size=None)),
         "attribute 'sampler'": (sharing, DataLoader(data, batch_sampler=[[0, 1], [2, 3]])),

@@ -74,10 +74,12 @@ def test_fragments_have_about_the_same_size(sizes: list[int], fragments: int, ex
 # --- among whom -------------------------------------------------------------------------------------------------------
 
 
-def test_participants_are_drawn_anew_in_each_round() -> None:
+def test_participants_and_pairs_are_drawn_anew_in_each_round() -> None:
     drawn = [tuple(participants(2, 5, round_)) for round_ in range(200)]
     assert drawn == [tuple(members("all", 2, 5, round_)[0]) for round_ in range(200)]
+    pairs = {tuple(pair) for round_ in range(200) for pair in members("random_pairs", None, 5, round_)}
     assert len(set(drawn)) == 10, "every pair"
+    assert len(pairs) == 10 + 5, "and each is left out"
 
 
 @pytest.mark.parametrize(
@@ -97,16 +99,6 @@ def test_mixing_matrices_are_doubly_stochastic(neighbors: Neighbors, number: int
         np.testing.assert_array_equal(matrix, matrix.T)
         rows = [sorted(np.flatnonzero(row)) for row in matrix]
         assert rows == members(neighbors, None, number, round_)
-
-
-@pytest.mark.parametrize("number", [4, 5])
-def test_pairs_are_drawn_anew_in_each_round(number: int) -> None:
-    drawn = [members("random_pairs", None, number, round_) for round_ in range(200)]
-    assert all(sum(len(pair) == 1 for pair in pairs) == number % 2 for pairs in drawn), "one is left out, or none"
-    partners = {tuple(pair) for pairs in drawn for pair in pairs if len(pair) == 2}
-    assert len(partners) == number * (number - 1) / 2, "every pair"
-    left_out = {pair[0] for pairs in drawn for pair in pairs if len(pair) == 1}
-    assert left_out == (set(range(5)) if number == 5 else set())
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 64])

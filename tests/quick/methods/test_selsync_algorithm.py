@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD
 
-from lightning_pipesync.methods.replicas.global_weights import OuterStep
 from lightning_pipesync.methods.replicas.gradient_change import (
     FIRST_DELTA,
     GAIN,
@@ -115,27 +112,6 @@ def test_one_rank_decides_for_all() -> None:
     assert not any(decision.not_finite for decision in step(ranks, [1.0, 1.0]))
 
 
-def test_ranks_that_skip_other_steps_find_out() -> None:
-    """At the flag that a rank sends when it skips, at the next step, and before weights are consolidated."""
-    first, second = make_ranks(2, delta=0.2)
-    flags = [first.measure(1.0), second.measure(1.0, skipping=True)]
-    with pytest.raises(RuntimeError, match="Rank 1 and rank 0 have not skipped the same steps of SGD"):
-        first.decide(flags)
-    first, second = make_ranks(2, delta=0.2)
-    flags = [first.measure(1.0), second.measure(1.0)]
-    first.decide(flags)
-    first.finish_step()
-    second.skip_step(flags)
-    flags = [first.measure(1.0), second.measure(1.0)]
-    with pytest.raises(RuntimeError, match="have not skipped the same steps"):
-        second.decide(flags)
-    with pytest.raises(RuntimeError, match="have not skipped the same steps"):
-        first.check([first.consolidation_flag(skipping=False), second.consolidation_flag(skipping=False)])
-    first.check([first.consolidation_flag(skipping=True), second.consolidation_flag(skipping=False)])
-    with pytest.raises(RuntimeError, match="Rank 1 is about to consolidate the weights"):
-        first.check([first.measure(1.0), first.consolidation_flag(skipping=False)])
-
-
 # --- the threshold ----------------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[random.Random, int], float]] = {
@@ -182,22 +158,6 @@ def test_where_auto_begins_and_ends() -> None:
 
 
 # --- the outer step ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
-def test_the_outer_step_is_sgd_with_nesterov_momentum(lr: float, momentum: float) -> None:
-    torch.manual_seed(0)
-    global_weights = [torch.randn(1000), torch.randn(30)]
-    expected = [weights.clone().requires_grad_() for weights in global_weights]
-    make = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
-    optimizer, outer = make(expected), OuterStep(global_weights, make)
-    for _ in range(5):
-        movements = [torch.randn_like(weights) for weights in global_weights]
-        for index, (weights, movement) in enumerate(zip(expected, movements, strict=True)):
-            weights.grad = -movement
-            assert outer.step(index, movement) is global_weights[index]
-        optimizer.step()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(global_weights, expected, strict=True))
 
 
 @pytest.mark.parametrize(
