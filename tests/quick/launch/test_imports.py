@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,16 +37,19 @@ ADAPTERS = {
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """The modules that a file imports, in functions, too."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            yield node.module or ""
+            found.add(node.module or "")
             if node.module == "lightning_pipesync":
-                yield from (f"lightning_pipesync.{alias.name}" for alias in node.names)
+                found.update(f"lightning_pipesync.{alias.name}" for alias in node.names)
+    return frozenset(found)
 
 
 @pytest.mark.parametrize("layer", LEVEL)
@@ -79,7 +82,7 @@ def test_only_the_command_opens_the_laboratory() -> None:
 def test_triton_is_imported_when_a_kernel_is_launched() -> None:
     """Not with the package: it is missing on most machines without a GPU."""
     modules = {path.relative_to(ROOT / "core/codecs"): path for path in (ROOT / "core/codecs").rglob("*.py")}
-    with_triton = {path for path in ROOT.rglob("*.py") if "triton" in set(imports_of(path))}
+    with_triton = {path for path in ROOT.rglob("*.py") if "triton" in imports_of(path)}
     kernels = {path for name, path in modules.items() if name.parent.name == "kernels"}
     assert with_triton < kernels
     users = {path for path in ROOT.rglob("*.py") if any("codecs.kernels" in name for name in imports_of(path))}
