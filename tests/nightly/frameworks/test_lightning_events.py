@@ -59,6 +59,16 @@ class SavesInStep(Classifier):
         self.validated_with.append(nn.utils.parameters_to_vector(self.parameters()).detach().clone())
 
 
+class TwoGroups(Classifier):
+    """Two parameter groups with settings of their own, and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        weights, biases = ([p for p in self.parameters() if (p.dim() > 1) == which] for which in (True, False))
+        groups = [{"params": weights, "lr": 0.02}, {"params": biases, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
 class Thaw(BaseFinetuning):
     """The first layer joins in the second epoch, in a group of its own."""
 
@@ -132,9 +142,7 @@ class Event:
 
 
 EVENTS = {
-    "validation": Event(
-        module={"optimizer": "adamw", "scheduler": True}, arguments={"val_check_interval": 0.5}, saves=True
-    ),
+    "validation": Event(TwoGroups, arguments={"val_check_interval": 0.5}, saves=True),
     "saving at and in steps": Event(SavesInStep, {"batch_norm": True}),
     "thawing": Event(
         FineTuned,

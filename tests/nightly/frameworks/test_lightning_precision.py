@@ -46,12 +46,8 @@ class RecordingSGD(torch.optim.SGD):
 
 
 class Recorded(Classifier):
-    """Two parameter groups with settings of their own."""
-
     def configure_optimizers(self) -> Any:
-        first, *others = self.parameters()
-        groups = [{"params": [first]}, {"params": others, "lr": 0.3, "weight_decay": 0.01}]
-        optimizer = RecordingSGD(groups, lr=0.5, momentum=0.9)
+        optimizer = RecordingSGD(self.parameters(), lr=0.5, momentum=0.9)
         optimizer.applied = self.applied = []
         return optimizer
 
