@@ -1,16 +1,14 @@
-"""Low-rank factors of gradients: all loops on two and three ranks, where they arrive, and ranks that are lost."""
+"""Low-rank factors of gradients: all loops on two and three ranks, and ranks that are lost."""
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import pytest
 import torch.distributed as dist
 
 from tests.quick.methods.test_low_rank import ALGORITHMS, CASES, RANK, assert_follows
-from tests.support.case_table import launch_cases
-from tests.support.harness import assert_raised
+from tests.support.harness import assert_raised, on_ranks
 from tests.support.method_runs import FACTORIZED, begin
 
 
@@ -35,10 +33,8 @@ def lose_a_rank(method: str) -> tuple[str, str]:
     return "none", ""
 
 
-def test_nobody_waits_for_a_lost_rank() -> None:
-    """Between the two rounds of factors, either."""
-    outcomes = launch_cases({method: partial(lose_a_rank, method) for method in FACTORIZED}, 2)
-    for method in FACTORIZED:
-        other, lost = outcomes[method]
-        assert_raised(other, "RuntimeError", "rank 1")
-        assert_raised(lost, "KeyError", "a bug")
+@pytest.mark.parametrize("method", FACTORIZED)
+def test_nobody_waits_for_a_lost_rank(method: str) -> None:
+    other, lost = on_ranks(lose_a_rank, 2, method)
+    assert_raised(other, "RuntimeError", "rank 1")
+    assert_raised(lost, "KeyError", "a bug")

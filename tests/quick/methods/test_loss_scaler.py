@@ -31,6 +31,8 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "selsync": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
     "local_sgd": (LocalSGD, {"warmup_steps": 1000}),
 }
+#: Methods each of whose ranks may step alone.
+LOCAL: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {"own steps": (SelSync, {}), "own period": (LocalSGD, {})}
 #: Methods that apply what is not in ``p.grad``; the others average what a scaler has unscaled before.
 APART = ("dear", "dear, sharded", "parameter_server")
 REFUSED = (*APART, "pipe_sgd", "selsync", "local_sgd")
@@ -49,7 +51,7 @@ class Scaled:
         self.model = seeded_mlp()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=growth_interval, enabled=enabled)
-        make, settings = METHODS[method]
+        make, settings = {**METHODS, **LOCAL}[method]
         self.sync = make(self.model, self.optimizer, **settings, **({} if make is Averaged else {"timeout_s": 60}))
         self.skipped: list[bool] = []
 
@@ -152,7 +154,7 @@ MISUSES = [
     *product((unscale_before_the_method,), APART, OPTIMIZERS),
     *product((overlook_an_overflow,), ("dear", "parameter_server"), ("momentum",)),
 ]
-LOCAL, SERVERS = ("selsync", "local_sgd"), ("parameter_server", "parameter_server, one")
+SERVERS = ("parameter_server", "parameter_server, one")
 
 
 @pytest.fixture(scope="module")
