@@ -23,7 +23,7 @@ from tests.support.harness import default_signals, slots
 SHORT_TIMEOUT_S, TIMEOUT_S = 10, 300
 #: Seconds after which a rank that is still there has hung: it prints its stacks, and ends.
 HUNG_S = 250
-#: Ranks that run at once.
+#: Ranks that run at once, of which most only wait: half as many count for the machine.
 AT_ONCE = 8
 
 #: What befalls a rank, and what the last line of the others' errors says of it.
@@ -202,7 +202,7 @@ class Lost:
 
 def lose_ranks(faults: Sequence[Fault]) -> Lost:
     """Runs all jobs."""
-    with TemporaryDirectory() as directory, slots(AT_ONCE):
+    with TemporaryDirectory() as directory, slots(AT_ONCE // 2):
         folder = Path(directory)
         with (folder / "program").open("w") as output:
             process = subprocess.Popen(

@@ -38,6 +38,7 @@ from tests.conformance.training import (
     scheduler_of,
     whole,
 )
+from tests.support.accelerate_runs import end as end_accelerator
 
 Settings = dict[str, Any]
 
@@ -363,5 +364,5 @@ class AccelerateLoop(Loop):
     def end(self) -> Tensor:
         if self.method is not None:
             self.accelerator.consolidate()
-        self.accelerator.free_memory()
+        end_accelerator(self.accelerator)
         return flat(self.model)

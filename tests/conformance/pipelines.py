@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.conformance.loops import AccelerateLoop, Loop, PlainLoop, Settings, accelerator_of, autocast, rank_of_process
 from tests.conformance.methods import Method
 from tests.conformance.training import OPTIMIZERS, Options, flat, loss_of, network
+from tests.support.accelerate_runs import end as end_accelerator
 
 
 class PipelineLoop(Loop):
@@ -90,5 +91,5 @@ class AcceleratePipelineLoop(PipelineLoop):
     def end(self) -> Tensor:
         self.engine.flush(self.update)
         self.accelerator.consolidate()
-        self.accelerator.free_memory()
+        end_accelerator(self.accelerator)
         return flat(self.model)

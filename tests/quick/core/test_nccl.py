@@ -116,15 +116,15 @@ def is_near(codec_name: str, on_cpu: Tensor, other: Tensor) -> bool:
     return not is_bitwise(codec_name) and bool(((on_cpu.float() - other.float()).abs() <= 3 * step).all())
 
 
-def exchange_on_the_host(sums_wide: bool) -> dict[str, Any]:
+def exchange_on_the_host(sums_wide: bool, sizes: Sequence[int]) -> dict[str, Any]:
     with nccl_on_the_host():
-        return exchange_all_kinds(NcclExchange(dist.new_group(backend="gloo"), CPU, sums_wide), CPU)
+        return exchange_all_kinds(NcclExchange(dist.new_group(backend="gloo"), CPU, sums_wide), CPU, sizes)
 
 
-@pytest.mark.parametrize(("world_size", "sums_wide"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("world_size", "sums_wide"), [(1, False), (2, False), (3, True)])
 def test_makes_what_gloo_makes(world_size: int, sums_wide: bool) -> None:
     """Also with slices that are padded. What the exchange sums itself, it sums in the order of the ranks."""
-    for same in on_ranks(exchange_on_the_host, world_size, sums_wide):
+    for same in on_ranks(exchange_on_the_host, world_size, sums_wide, [0, 5, 1000]):
         assert all(same.values()), [name for name, equal in same.items() if not equal]
 
 
@@ -176,10 +176,9 @@ def exchange_with_room(sums_wide: bool) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize("sums_wide", [False, True])
-def test_what_is_in_the_room_changes_nothing(sums_wide: bool) -> None:
+def test_what_is_in_the_room_changes_nothing() -> None:
     """Neither a scale nor what top-k keeps; bit for bit as with padded copies."""
-    for same in on_ranks(exchange_with_room, 3, sums_wide):
+    for same in on_ranks(exchange_with_room, 3, True):
         assert all(same.values()), [name for name, equal in same.items() if not equal]
 
 

@@ -6,9 +6,12 @@ A program forks a process for each script, whose interpreter ends as that of the
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -158,9 +161,21 @@ def ended() -> dict[str, tuple[int, str, str | None]]:
     scripts = [script.replace("{port}", str(free_port())) for script, _, _ in SCRIPTS.values()]
     with TemporaryDirectory() as folder, slots(4):
         command = [sys.executable, "-c", PROGRAM, folder, *scripts]
-        program = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=900)
-        assert program.returncode == 0, program.stderr
-        codes = dict(map(int, line.split()) for line in program.stdout.splitlines())
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        ) as program:
+            try:
+                codes_of_scripts, errors = program.communicate(timeout=900)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)  # also a process that a script has stopped
+        assert program.returncode == 0, errors
+        codes = dict(map(int, line.split()) for line in codes_of_scripts.splitlines())
         found = {}
         for number, name in enumerate(SCRIPTS):
             file = Path(folder) / f"{number}.json"
@@ -201,8 +216,7 @@ def assert_torchrun_names_the_rank_at_fault(script: str, folder: Path, *argument
     """Its last lines are the traceback of the rank that ended first: of the one at fault, or of one that names it."""
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    with slots(2):
-        [result] = run_together(([*command, folder / "train.py", *arguments], environment()))
+    [result] = run_together(([*command, folder / "train.py", *arguments], environment()))
     assert result.returncode == 1, result.stdout
     said = result.stdout.rpartition("Root Cause (first observed failure):")[2].rstrip("=\n ")
     last = said.splitlines()[-1].strip()
