@@ -1,4 +1,4 @@
-"""A table of cases, called one after the other on the same ranks; one that fails is named, with the others untouched."""
+"""A table of cases, called one after the other on the same ranks; one that fails is named, others are not touched."""
 
 from __future__ import annotations
 

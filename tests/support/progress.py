@@ -48,7 +48,8 @@ class Progress:
         if category:
             self._outcomes[file][category] += 1
         if category in ("failed", "error"):
-            self._reporter().write_line(f"FAILED {report.nodeid}", red=True)
+            why = report.longreprtext.strip().splitlines()[-1:]
+            self._reporter().write_line(f"FAILED {report.nodeid}: {''.join(why)[:200]}", red=True)
         if report.when == "teardown":
             self._left[file] -= 1
             if self._left[file] == 0:

@@ -29,6 +29,11 @@ class Channels:
     gradients_in: Receiver | None = None
     gradients_out: Sender | None = None
 
+    def close(self, timeout_s: float) -> None:
+        for end in (self.activations_in, self.gradients_in, self.activations_out, self.gradients_out):
+            if end is not None:
+                end.close(timeout_s)
+
 
 def rank_of(stage: int, num_stages: int) -> int:
     """Returns the place of a stage in its pipeline, or the stage of a place.

@@ -345,10 +345,15 @@ class EAPipe(PipelineMethod):
             with torch.inference_mode(False), torch.enable_grad(), seeded(self.config.seed, 0, None, self._device):
                 return self._split.inspect(source)
 
-        inspected = self._on_all_ranks(inspect)
-        if self.transport is not None:
-            inspected = self.transport.job.gather_objects(inspected)[line_of(first, self.num_stages, self.config)[0]]
-        self._make_stages(lambda: self._split.choose(inspected))
+        try:
+            inspected = self._on_all_ranks(inspect)
+            if self.transport is not None:
+                of_lines = self.transport.job.gather_objects(inspected)
+                inspected = of_lines[line_of(first, self.num_stages, self.config)[0]]
+            self._make_stages(lambda: self._split.choose(inspected))
+        except ValueError:
+            self.detach()  # as where the constructor refuses something
+            raise
         if self._to_resume is not None:
             self.load_state_dict(self._to_resume)
 
@@ -359,8 +364,13 @@ class EAPipe(PipelineMethod):
             named = [*self._model.named_parameters(), *self._model.named_buffers()]
             check_same(self.transport.job, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
         channels = make_channels(self.transport, self.num_stages, self.config)
-        with torch.inference_mode(False):  # the first batch may belong to a validation
-            self._stages = self._on_all_ranks(lambda: [self._make_stage(*stage) for stage in channels])
+        try:
+            with torch.inference_mode(False):  # the first batch may belong to a validation
+                self._stages = self._on_all_ranks(lambda: [self._make_stage(*stage) for stage in channels])
+        except ValueError:
+            for _, own in channels:
+                own.close(timeout_s=1.0)
+            raise
 
     def _make_stage(self, index: int, channels: Channels) -> ModelStage:
         others = self._others if index == self.num_stages - 1 else []

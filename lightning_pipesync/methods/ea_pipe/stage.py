@@ -224,11 +224,7 @@ class ModelStage:
         self._averages.load_state_dict(state["averages"])
 
     def close(self, timeout_s: float) -> None:
-        channels = self._channels
-        ends = (channels.activations_in, channels.gradients_in, channels.activations_out, channels.gradients_out)
-        for end in ends:
-            if end is not None:
-                end.close(timeout_s)
+        self._channels.close(timeout_s)
 
     def _input_of(self, source: Source) -> Any:
         with self._drawing(None):
