@@ -31,7 +31,7 @@ EXACT = ("sgd", "accumulation, clip norm", "adamw, accumulation, clip value", "s
 BESIDE = {
     "lightning": "accumulation, clip norm",
     "fabric": "several optimizers",
-    "accelerate": "adamw, accumulation, clip value",
+    "accelerate": "sgd",
 }
 SAVED_EVERY = 3
 

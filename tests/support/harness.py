@@ -87,7 +87,7 @@ NUM_SLOTS = 8
 
 @contextmanager
 def slots(number: int) -> Iterator[None]:
-    """Waits until so many processes, of more than eight eight, may run beside those of others; not to be nested."""
+    """Waits until so many processes may run beside those of all other workers, eight at most; not to be nested."""
     number = min(number, NUM_SLOTS)
     folder = Path(tempfile.gettempdir()) / f"pipesync-tests-{os.getuid()}"
     folder.mkdir(exist_ok=True)
@@ -314,6 +314,9 @@ class State:
         """Ends the process group, sets the environment back, and returns what else the call has left behind."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        if (accelerate := sys.modules.get("accelerate.state")) is not None:  # or it takes the group to be there
+            accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+            accelerate.GradientState._reset_state()
         os.environ.clear()
         os.environ.update(self._environment)
         deadline = time.monotonic() + 5

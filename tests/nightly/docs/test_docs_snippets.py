@@ -16,7 +16,7 @@ import pytest
 from lightning_pipesync.training.registry import METHODS
 from tests.nightly.docs.docs_stand_ins import frameworks, stand_ins
 from tests.support.docs_pages import PAGES, snippets_of
-from tests.support.harness import on_ranks
+from tests.support.harness import launch
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def test_a_snippet_runs(page: Path, number: int, tmp_path: Path) -> None:
     assert isinstance(run, Run)
     if run.needs:
         pytest.importorskip(run.needs)
-    on_ranks(run_snippet, run.ranks, page, number, tmp_path, init=run.init)
+    launch(run_snippet, run.ranks, page, number, tmp_path, init=run.init)
 
 
 def run_snippet(page: Path, number: int, folder: Path) -> None:
