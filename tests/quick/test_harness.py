@@ -1,21 +1,18 @@
-"""What `launch` says of ranks that do not return, which ranks `on_ranks` keeps, and that none outlives the tests."""
+"""What is said of ranks that do not return, which ranks `on_ranks` keeps, and what no call may leave to the next."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.commands import ROOT, environment
-from tests.support.harness import DIED, HANGS_S, default_signals, launch, on_ranks
+from lightning_pipesync.core import norm
+from tests.support.harness import DIED, launch, on_ranks
 
 
 def sum_of_ranks() -> float:
@@ -34,14 +31,6 @@ def misbehave(how: str) -> None:
     time.sleep(1000)
 
 
-def sleep(folder: Path) -> None:
-    """Writes down its process. Rank 1 is stopped, so that only the system can end it."""
-    (folder / f"{os.getpid()}.rank").touch()
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(1000)
-
-
 def test_results_are_by_rank() -> None:
     assert launch(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
 
@@ -51,13 +40,12 @@ def test_results_are_by_rank() -> None:
     [
         ("raises", ["rank 1 raised", "KeyError: 'of rank 1'", "in misbehave"]),
         ("dies", ["rank 1 died with exit code 3"]),
-        ("hangs", ["rank 1 hung", "in misbehave"]),
     ],
 )
 def test_a_rank_that_does_not_return_is_named(how: str, words: list[str]) -> None:
     with pytest.raises(AssertionError) as caught:
         # Without a process group, whose connections rank 0 may still make when rank 1 dies.
-        launch(misbehave, 2, how, timeout_s=20 if how == "hangs" else HANGS_S, init=False)
+        launch(misbehave, 2, how, init=False)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "rank 0" not in str(caught.value)
 
@@ -76,34 +64,17 @@ def test_ranks_are_kept_until_one_fails() -> None:
     assert not set(on_ranks(os.getpid, 2)) & set(first)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_tests(number: signal.Signals, tmp_path: Path) -> None:
-    script = f"""
-from pathlib import Path
-from tests.quick import test_harness as test
-from tests.support import harness
-harness.launch(test.sleep, 2, Path({str(tmp_path)!r}), init=False)
-"""
-    command = [sys.executable, "-c", script]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL, preexec_fn=default_signals
-    )
-    try:
-        until(lambda: len(list(tmp_path.iterdir())) == 2)
-        os.kill(process.pid, number)
-        process.wait(200)
-    finally:
-        process.kill()
-        process.wait()
-    ranks = [int(file.stem) for file in tmp_path.iterdir()]
-    until(lambda: not any(lives(rank) for rank in ranks))
+def leave(what: str) -> None:
+    if what == "a thread":
+        threading.Thread(target=time.sleep, args=[60], name=what, daemon=True).start()
+    else:
+        norm.norm_of_gradients = None  # type: ignore[assignment]
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 200) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+@pytest.mark.parametrize("what", ["a thread", "lightning_pipesync.core.norm.norm_of_gradients"])
+def test_what_a_call_leaves_behind_is_named(what: str) -> None:
+    with pytest.raises(AssertionError, match=f"left behind, by rank: .*{what}"):
+        on_ranks(leave, 2, what)
 
 
 def lives(pid: int) -> bool:

@@ -146,6 +146,8 @@ SCRIPTS: dict[str, tuple[str, int, str]] = {
 }
 if sys.version_info >= (3, 11):  # which has notes
     SCRIPTS["an error of several words gets it, too"] = (UNCAUGHT + "raise KeyError('a', 'b')", 1, "the last line")
+#: Those that have their turn before each commit.
+QUICK, NIGHTLY = tuple(SCRIPTS)[::2], tuple(SCRIPTS)[1::2]
 #: What the file for torchrun's agent says at last.
 REPORTED = {
     "an error of torchrun's file": "KeyError: 'a bug'",
@@ -156,9 +158,9 @@ REPORTED = {
 
 
 @cache
-def ended() -> dict[str, tuple[int, str, str | None]]:
+def ended(names: tuple[str, ...]) -> dict[str, tuple[int, str, str | None]]:
     """Returns of each script the exit code, the output, and what it has reported to torchrun's agent."""
-    scripts = [script.replace("{port}", str(free_port())) for script, _, _ in SCRIPTS.values()]
+    scripts = [SCRIPTS[name][0].replace("{port}", str(free_port())) for name in names]
     with TemporaryDirectory() as folder, slots(4):
         command = [sys.executable, "-c", PROGRAM, folder, *scripts]
         with subprocess.Popen(
@@ -177,7 +179,7 @@ def ended() -> dict[str, tuple[int, str, str | None]]:
         assert program.returncode == 0, errors
         codes = dict(map(int, line.split()) for line in codes_of_scripts.splitlines())
         found = {}
-        for number, name in enumerate(SCRIPTS):
+        for number, name in enumerate(names):
             file = Path(folder) / f"{number}.json"
             reported = json.loads(file.read_text())["message"]["message"] if file.exists() else None
             found[name] = codes[number], (Path(folder) / str(number)).read_text(), reported
@@ -185,9 +187,13 @@ def ended() -> dict[str, tuple[int, str, str | None]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc, where Linux lists threads")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_process_ends_as_it_should(name: str) -> None:
-    code, output, reported = ended()[name]
+    assert_ended(name, QUICK)
+
+
+def assert_ended(name: str, names: tuple[str, ...]) -> None:
+    code, output, reported = ended(names)[name]
     assert code == SCRIPTS[name][1], output
     assert output.rstrip().endswith(SCRIPTS[name][2]), output
     if name in REPORTED:
@@ -224,7 +230,3 @@ def assert_torchrun_names_the_rank_at_fault(script: str, folder: Path, *argument
         assert last == "KeyError: 'a bug in the loop'", result.stdout
     else:
         assert re.match(r"(RuntimeError: )?Rank 1 \(host .*is at fault: it raised KeyError: 'a bug in", last), last
-
-
-def test_the_last_lines_of_torchrun_name_the_rank_at_fault(tmp_path: Path) -> None:
-    assert_torchrun_names_the_rank_at_fault(LOOP, tmp_path)
