@@ -62,11 +62,11 @@ test-cuda: $(READY)
 
 # Which kernel a processor gets decides how products and sums round. What is bit for bit has to be so with any of them:
 # these stand for processors that are not at hand.
+EQUIVALENCE := $(patsubst %,tests/quick/methods/test_%.py,dear ea_pipe pipe_sgd selsync)
 test-kernels: $(READY)
 	for kernels in MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=default; do \
 	  echo "$$kernels"; \
-	  env $$kernels $(BIN)/python -m pytest -q -n 2 --dist loadfile -k "is_ddp or follows or uninterrupted" tests/quick/methods \
-	    || exit 1; \
+	  env $$kernels $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -k "is_ddp or follow" $(EQUIVALENCE) || exit 1; \
 	done
 
 # Random configurations against references, for an hour: `make fuzz FUZZ_ARGS="--seconds 600 --seed 1000 --method dear"`.
