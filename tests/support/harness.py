@@ -242,7 +242,7 @@ def on_ranks(
     """As :func:`launch`, on ranks that live as long as the tests, each time with a new process group.
 
     Raises:
-        AssertionError: also if the function leaves a thread, a registered method or a changed module to the next one.
+        AssertionError: also if the function leaves a thread or a changed module to the next one.
     """
     global _kept
     if _kept is None:
@@ -331,7 +331,7 @@ class State:
 
 
 def _names() -> dict[str, Any]:
-    """Returns what the package's modules and its table of methods have, by name."""
+    """Returns what the package's modules have, by name."""
     names = {}
     for module in [module for name, module in sys.modules.items() if name.split(".")[0] == "lightning_pipesync"]:
         names.update({f"{module.__name__}.{name}": value for name, value in vars(module).items()})
