@@ -21,7 +21,7 @@ from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults import failure, heartbeat
 from tests.support.case_table import launch_cases
-from tests.support.harness import raised
+from tests.support.harness import launch, raised
 from tests.support.lost_ranks import TIMEOUT_S
 from tests.support.models import Run, assert_same
 
@@ -191,7 +191,7 @@ def exchange(pattern: str) -> tuple[list[int], tuple[str, str] | None]:
 
 def test_all_ranks_name_who_has_sent_what_was_damaged() -> None:
     """The neighbor in a ring, also of what it forwards; whatever the other ranks wait for."""
-    outcomes = launch_cases({pattern: partial(exchange, pattern) for pattern in PATTERNS}, RANKS)
+    outcomes = launch_cases({pattern: partial(exchange, pattern) for pattern in PATTERNS}, RANKS, launch=launch)
     for pattern in PATTERNS:
         of_ranks = outcomes[pattern]
         assert of_ranks[SENDER][0], f"{pattern}: no bit was flipped"
@@ -226,7 +226,7 @@ def serve() -> tuple[list[int], tuple[str, str] | None]:
 
 def test_what_was_damaged_ends_a_training_that_goes_on_without_who_is_lost() -> None:
     """Its sender is not lost, and would train on by itself."""
-    for rank, (flipped, outcome) in enumerate(launch_cases({"serve": serve}, 3)["serve"]):
+    for rank, (flipped, outcome) in enumerate(launch_cases({"serve": serve}, 3, launch=launch)["serve"]):
         assert bool(flipped) == (rank == SENDER)
         assert outcome is not None, rank
         last = outcome[1].splitlines()[-1]

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_pipesync import DeAR, PipeSyncAccelerator, PipeSyncPlugin, StepReport, TraceCallback, step_report
 from lightning_pipesync.core.trace import write_merged
 from lightning_pipesync.training.rank_times import RankTimes, as_table
+from tests.support.accelerate_runs import end as end_accelerator
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.lightning_models import Classifier, train_loader, trainer
 
@@ -153,7 +154,7 @@ def with_accelerate(plugin: PipeSyncPlugin | None) -> str:
         network, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         accelerator.backward(network(torch.randn(3, 4)).sum())
         optimizer.step()
-    accelerator.end_training()
+    end_accelerator(accelerator)
     return output.getvalue()
 
 
