@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import on_ranks, raised
+from tests.support.harness import launch, raised
 from tests.support.lightning_models import dataset, train_loader
 from tests.support.models import OPTIMIZERS, batch, seeded_mlp
 
@@ -40,9 +40,9 @@ def messages_alone(method: str) -> list[str]:
 
 
 def test_one_process_alone_is_told_so() -> None:
-    [[message]] = on_ranks(partial(messages_alone, "dear"), 1, init=False)
+    [[message]] = launch(partial(messages_alone, "dear"), 1, init=False)
     assert message.startswith("DeAR is attached in one process alone")
-    assert on_ranks(partial(messages_alone, "dear"), 2, init=False) == [[], []]
+    assert launch(partial(messages_alone, "dear"), 2, init=False) == [[], []]
 
 
 def train_adversaries(method: str) -> Tensor:
@@ -201,7 +201,7 @@ def trained() -> Outcomes:
     cases["ddp"] = partial(train_adversaries, "ddp")
     for how in (train_adversaries, trained_with_a_loss_scaler, left_out):
         cases |= {(how, method): partial(how, method) for method in EXACT}
-    return launch_cases({**cases, "evaluation": evaluate_alone}, 2, init=False)
+    return launch_cases({**cases, "evaluation": evaluate_alone}, 2, init=False, launch=launch)
 
 
 @pytest.mark.parametrize("method", EXACT)
