@@ -36,9 +36,7 @@ def end(accelerator: Any) -> None:
         watch.close()
 
 
-def train(
-    method: str, folder: Path, resumed: bool, virtual_stages: int | None = None, **settings: Any
-) -> tuple[Tensor, list[list[int]], Tensor]:
+def train(method: str, folder: Path, resumed: bool, **settings: Any) -> tuple[Tensor, list[list[int]], Tensor]:
     """Trains two epochs, saving within the second; or what comes after that.
 
     Returns:
@@ -51,9 +49,8 @@ def train(
     loader = accelerator.prepare_train_loader(train_loader(drop_last=True))
     if method == "ea_pipe":
         engine = accelerator.prepare_pipeline(
-            model.model, LOSS, lambda parameters: OPTIMIZERS["adamw"](nn.ParameterList(parameters)),
-            **({} if virtual_stages is None else {"virtual_stages": virtual_stages}),
-        )  # fmt: skip
+            model.model, LOSS, lambda parameters: OPTIMIZERS["adamw"](nn.ParameterList(parameters))
+        )
     else:
         optimizer = OPTIMIZERS["adamw"](model.model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)

@@ -20,7 +20,7 @@ from lightning_pipesync import LocalSGD
 from lightning_pipesync.methods.replicas.membership import Membership
 from tests.references.lost_rank import simulate
 from tests.support import lost_ranks
-from tests.support.harness import DIED, free_port, launch, on_ranks, raised
+from tests.support.harness import DIED, free_port, launch, raised
 from tests.support.lost_ranks import die
 from tests.support.models import OPTIMIZERS, Counter, assert_same, loss, seeded_mlp, state
 
@@ -102,8 +102,7 @@ def launch_replicas(
     with lighthouse() as address:
         ports = [free_port() for _ in range(replicas)] if ranks_per_replica > 1 else []
         number, processes = num_replicas or replicas, replicas * ranks_per_replica
-        start = launch if "may_die" in settings else on_ranks
-        return start(_run, processes, function, address, number, ports, args, init=False, **settings)
+        return launch(_run, processes, function, address, number, ports, args, init=False, **settings)
 
 
 def wait_for(path: Path) -> None:

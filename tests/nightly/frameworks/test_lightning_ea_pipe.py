@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_pipesync import EAPipeStrategy
 from tests.nightly.frameworks.test_lightning_events import Fetching
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, on_ranks, raised
+from tests.support.harness import assert_refused, launch, raised
 from tests.support.lightning_models import (
     Classifier,
     dataset,
@@ -341,7 +341,7 @@ def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(trained: Outcomes
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_step_that_does_not_fit_is_named(kind: str, folder: Path) -> None:
     """On the rank that runs it; the other rank, which may be waiting, names its peer, or raises the same."""
-    outcomes, words = on_ranks(fit_wrongly, 2, folder, kind, init=False), WRONG[kind]
+    outcomes, words = launch(fit_wrongly, 2, folder, kind, init=False), WRONG[kind]
     assert all(outcome is not None for outcome in outcomes)
     assert any(words in outcome[1] for outcome in outcomes)
     for outcome in outcomes:

@@ -132,7 +132,7 @@ def job(
     """Trains as a job that comes after ``first`` steps; returns its samples and hooks, and adds to ``handed``."""
     pl.seed_everything(7, verbose=False)
     model = Recorder()
-    saving = ModelCheckpoint(directory / f"{name}{first}", save_top_k=-1, every_n_train_steps=10)
+    saving = ModelCheckpoint(directory / f"{name}{first}", save_top_k=-1, every_n_train_steps=4)
     settings = {"max_epochs": EPOCHS, "callbacks": [saving], "enable_checkpointing": True, **kwargs}
     loader = DataLoader(dataset(), 4, shuffle=True, **(loading or {}))
     with elastic(name, first, handed, members):
