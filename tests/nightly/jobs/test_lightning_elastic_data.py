@@ -25,7 +25,7 @@ from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.training.registry import METHODS
 from tests.references.elastic_data import Data, seen
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import on_ranks, raised
+from tests.support.harness import launch, raised
 from tests.support.lightning_models import SAMPLES, Classifier, dataset, trainer, val_loader
 
 EPOCHS = 3
@@ -256,8 +256,8 @@ def job_with_workers(directory: Path, first: int, handed: dict[int, Any]) -> tup
 
 
 def test_what_workers_have_fetched_of_the_old_division_is_thrown_away(tmp_path: Path) -> None:
-    """Their processes are forked, so each job trains in another call."""
-    [(whole, handed)] = on_ranks(partial(job_with_workers, tmp_path, 0, {}), 1, init=False)
-    [(came, _)] = on_ranks(partial(job_with_workers, tmp_path, 5, handed), 1, init=False)
+    """Their processes are forked, so each job trains in a new process."""
+    [(whole, handed)] = launch(partial(job_with_workers, tmp_path, 0, {}), 1, init=False)
+    [(came, _)] = launch(partial(job_with_workers, tmp_path, 5, handed), 1, init=False)
     assert whole["seen"] == [batch for _, batch in seen(Data(SAMPLES, 4), MEMBERS, 2)["a"]]
     assert came["seen"] == whole["seen"][5:]
