@@ -320,7 +320,8 @@ class State:
         os.environ.clear()
         os.environ.update(self._environment)
         deadline = time.monotonic() + 5
-        while left := [thread.name for thread in threading.enumerate() if thread not in self._threads]:
+        kept = "tqdm_monitor"  # by design of that library
+        while left := [t.name for t in threading.enumerate() if t not in self._threads and t.name != kept]:
             gc.collect()  # threads that serve an object end with it
             if time.monotonic() > deadline:
                 break
