@@ -240,6 +240,7 @@ def receive_ahead() -> None:
             sender.send(torch.ones(1000))
             transport.exchange_flags(0).wait()
         sender.finish()
+        sender.close(10)
     else:
         receiver = transport.channel_from(0, series=0)
         message = receiver.receive()
