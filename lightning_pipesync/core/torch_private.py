@@ -131,6 +131,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return _is_made_by("torch.distributed.tensor", "DTensor", tensor)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Returns False for a tensor on the meta device, and for a fake one, as those that a compiler keeps of a trace."""
+    return not tensor.is_meta and not _is_made_by("torch._subclasses.fake_tensor", "FakeTensor", tensor)
+
+
 def local_tensor(sharded: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor: a view, which autograd does not follow; any other tensor itself."""
     local: Tensor = sharded._local_tensor if is_dtensor(sharded) else sharded  # type: ignore[attr-defined]

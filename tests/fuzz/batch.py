@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.fuzz import pipelines, ranks
 from tests.fuzz.methods import METHODS
 from tests.fuzz.outcome import FAILED, Outcome
-from tests.support.harness import on_ranks
+from tests.support.harness import launch
 
 #: Runs and judges the configuration of a seed, by the method; of replicas of so many ranks, if that is not None.
 RUNS: dict[str, Callable[[int, int | None], Outcome]] = {
@@ -35,7 +35,7 @@ def run_batch(method: str, seeds: Sequence[int], num_ranks: int, num_shards: int
             journal.touch()
             try:
                 args = (method, left, num_shards, str(journal))
-                launched = on_ranks(_run_seeds, num_ranks, *args, timeout_s=60 + 5 * len(left))
+                launched = launch(_run_seeds, num_ranks, *args, timeout_s=60 + 5 * len(left))
                 return outcomes + launched[0]
             except AssertionError as error:
                 done = len(journal.read_text().split())

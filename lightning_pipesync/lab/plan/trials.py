@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.torch_private import is_dtensor, store_of
+from lightning_pipesync.core.torch_private import has_memory, is_dtensor, store_of
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import ddp
 from lightning_pipesync.lab.bench.method_candidate import lab_of, make_candidate
@@ -68,7 +68,7 @@ def resident_bytes() -> int:
     gc.collect()
     tensors: list[Tensor] = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     # A DTensor's memory is that of its local tensor.
-    tensors = [one for one in tensors if one.layout == torch.strided and not one.is_meta and not is_dtensor(one)]
+    tensors = [one for one in tensors if one.layout == torch.strided and has_memory(one) and not is_dtensor(one)]
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 

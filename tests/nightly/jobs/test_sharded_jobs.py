@@ -185,7 +185,7 @@ def leave(replica: int) -> tuple[Any, int]:
     def joined(sync: LocalSGD) -> None:
         methods.append(sync)
         if (replica, dist.get_rank()) == (0, 1):
-            sync.module.register_forward_pre_hook(
+            sync._module.register_forward_pre_hook(
                 lambda *_: os.kill(os.getpid(), signal.SIGTERM) if sync.num_steps == 4 else None
             )
 

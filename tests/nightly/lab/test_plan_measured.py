@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
@@ -299,6 +300,13 @@ def test_a_trial_that_fails_is_a_row_with_its_error(fault: str, found: Outcomes)
     if fault == "at once":
         size = 4 * (64 * 64 + 64 + 64 + 1)
         assert 3 * size < ddp["resident_bytes"] < pipe_sgd["resident_bytes"] < 12 * size
+
+
+def test_tensors_without_memory_are_not_counted() -> None:
+    """Those that a compiler has kept of what it traced."""
+    with FakeTensorMode():
+        kept = torch.ones(1 << 40)
+    assert trials.resident_bytes() < kept.nbytes
 
 
 def test_what_does_not_fit_beside_others_is_no_fault_of_the_method(found: Outcomes) -> None:

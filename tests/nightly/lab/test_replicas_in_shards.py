@@ -47,13 +47,15 @@ def trained() -> dict[str, list[Tensor]]:
 def of_tensors() -> tuple[int, int]:
     """Returns what is used more with a tensor of 16 MiB, and the most, with another one of 32 MiB."""
     map_tensors()
-    before = present_bytes()
-    forget_peak()
-    kept = torch.ones(4 * MIB)
-    gone = torch.ones(8 * MIB)
-    del gone
-    used = present_bytes() - before, peak_bytes() - before
-    assert kept.nbytes == 16 * MIB
+    for _ in range(2):  # the first time, memory of the libraries comes on top
+        before = present_bytes()
+        forget_peak()
+        kept = torch.ones(4 * MIB)
+        gone = torch.ones(8 * MIB)
+        del gone
+        used = present_bytes() - before, peak_bytes() - before
+        assert kept.nbytes == 16 * MIB
+        del kept
     return used
 
 

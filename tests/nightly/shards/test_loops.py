@@ -73,7 +73,7 @@ def by_method(name: str, with_closure: bool = False, **settings: Any) -> tuple[l
         for optimizer in optimizers:
             if loss is None:  # the first one computes it
                 closure = partial(backward, module, step)
-                loss = sync.step(partial(optimizer.step, closure), optimizer=optimizer)
+                loss = sync.step(lambda one=optimizer, closure=closure: one.step(closure), optimizer=optimizer)
                 assert loss is not None
             else:
                 sync.step(optimizer=optimizer)

@@ -31,6 +31,7 @@ from tests.support.shards import (
     SHARDS,
     adamw,
     batch,
+    device_mesh,
     equal,
     launch_sharded,
     model,
@@ -48,7 +49,7 @@ def data() -> TensorDataset:
 
 
 class Module(pl.LightningModule):
-    """FSDP2 shards it by the strategy's mesh; it records what it trained on."""
+    """FSDP2 shards it by the strategy's mesh, or by one of its own; it records what it trained on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +57,8 @@ class Module(pl.LightningModule):
 
     def configure_model(self) -> None:
         if not hasattr(self, "layers"):
-            assert self.device_mesh is not None
-            self.layers = sharded(self.device_mesh["data_parallel"])
+            mesh = device_mesh()["shards"] if self.device_mesh is None else self.device_mesh["data_parallel"]
+            self.layers = sharded(mesh)
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         indices, x, y = batch
