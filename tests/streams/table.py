@@ -116,12 +116,9 @@ TRAININGS: dict[str, list[Training]] = {
 QUICK = ("dear", "selsync", "pipe_sgd", "local_sgd", "parameter_server", "dear, compressed")
 #: On four ranks, in rows of two, each of which is a host.
 OF_FOUR = [
-    Training("dear", {"topology": "torus2d", "fusion": "buffer", **SMALL}),
     Training("dear", {"topology": "torus2d", "update": "sharded", "fusion": "buffer", **SMALL}, "AdamW", clips=True),
-    Training("dear", {"compression": "int8", **BUFFER}),
     Training("dear", {"update": "replicated", "compression": "int8", **BUFFER}, "AdamW"),
     Training("pipe_sgd", {"compression": "int8"}),
-    Training("local_sgd", {"ranks_per_replica": 2, "period": 2, **SMALL}),
     Training("local_sgd", {"ranks_per_replica": 2, "period": 2, "overlap_steps": 1, "fragments": 2}),
     Training("local_sgd", {"neighbors": "ring", "ranks_per_replica": 2, "period": 1}),
 ]
@@ -147,15 +144,11 @@ OVERLAPPED = {"delta": 0.0, "overlap": "forward", **SMALL}
 FRAMEWORKS: list[tuple[str, str, dict[str, Any], Options]] = [
     ("lightning", "dear", BUFFER, Options(accumulate=2)),
     ("lightning", "selsync", OVERLAPPED, Options(clip_norm=0.1)),
-    ("lightning", "local_sgd", {"period": 2, "overlap_steps": 1, "compression": "int8"}, Options()),
-    ("lightning", "parameter_server", {"policy": "sync"}, Options()),
-    ("lightning", "ea_pipe", {"split": (2,)}, Options()),
     ("lightning", "dear", {**BUFFER, "update": "sharded"}, SCALED),
     ("fabric", "dear", BUFFER, SCALED),
     ("fabric", "pipe_sgd", {"pipeline_level": 2}, Options()),
     ("accelerate", "selsync", OVERLAPPED, Options(clip_norm=0.1)),
     ("accelerate", "local_sgd", {"period": 2, "overlap_steps": 1}, Options(precision="bf16-mixed")),
-    ("plain", "dear", BUFFER, SCALED),
     ("plain", "selsync", {"delta": 0.0, "aggregation": "gradients", **SMALL}, SCALED),
     ("plain", "local_sgd", {"period": 2, "overlap_steps": 1}, SCALED),
     ("plain", "pipe_sgd", {"pipeline_level": 2}, SCALED),
