@@ -37,13 +37,13 @@ RUNS: dict[str, tuple[str, str, str]] = {
     ),
     "ea_pipe_bound": ("--stages 2 --rounds 20 --trainings 1", "below the bound for every setting", "ea_pipe_bound"),
     "goodput": (
-        "--replicas 2 --mib 0.01 --step_ms 20 --period 2 --checkpoint_steps 3 --kill_every_s 1.5 --duration_s 3",
+        "--methods local_sgd ddp --replicas 2 --mib 0.01 --step_ms 20 --period 2 --checkpoint_steps 3 --kill_every_s 1.5 --duration_s 3",
         "### 2 replicas, a kill each 1.5 s",
         "goodput",
     ),
     "gossip": ("--replicas 4 --rounds 10 --repetitions 2", "seconds over exact", "gossip"),
     "large_batches": ("--batch_sizes 32 64 --epochs 1 --seeds 0", "### Large mini-batches: digits", "large_batches"),
-    "overhead": ("--steps 3", "share of a plain step", ""),
+    "overhead": ("--steps 2 --batch_size 1 --sequence 8", "share of a plain step", ""),
     "pipe_bound": ("--staleness 0 1 --steps 50 --trainings 1", "below the bound for every k and T", "pipe_bound"),
     "pipeline": (
         "--methods sgd weight_stashing ea_pipe:elastic_force=0.3 --model cnn --stages 3 --learning_rates 0.1 1e30 "
@@ -81,8 +81,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "staleness_counts staleness_errors staleness_downpour",
     ),
     "step": (
-        "--scale 0.02 --ratio 4 --steps 1 --rounds 1 --bucket_mb 1 --methods ddp fsdp2_resharded dear:fusion=random "
-        "mg-wfbp pipe_sgd:pipeline_level=2 pipe_sgd:compression=int8 selsync:overlap=forward horovod-bo",
+        "--scale 0.02 --ratio 1 --steps 1 --rounds 1 --bucket_mb 1 --methods ddp fsdp2_resharded dear:fusion=random "
+        "mg-wfbp pipe_sgd:compression=int8",
         "sizes tried in",
         "speedup scaling breakdown",
     ),
