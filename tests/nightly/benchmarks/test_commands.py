@@ -37,7 +37,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
     ),
     "ea_pipe_bound": ("--stages 2 --rounds 20 --trainings 1", "below the bound for every setting", "ea_pipe_bound"),
     "goodput": (
-        "--methods local_sgd ddp --replicas 2 --mib 0.01 --step_ms 20 --period 2 --checkpoint_steps 3 --kill_every_s 1.5 --duration_s 3",
+        "--methods local_sgd ddp --replicas 2 --mib 0.01 --step_ms 20 --period 2 --checkpoint_steps 3 "
+        "--kill_every_s 1.5 --duration_s 3",
         "### 2 replicas, a kill each 1.5 s",
         "goodput",
     ),

@@ -1,4 +1,4 @@
-"""The exchange over NCCL, on a CPU, with buffers of more sizes, and with the other kind of sum on each number of ranks."""
+"""The exchange over NCCL, on a CPU, with buffers of more sizes, and the other kind of sum on each number of ranks."""
 
 from __future__ import annotations
 
