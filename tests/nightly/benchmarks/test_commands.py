@@ -36,12 +36,6 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "converge errors_2 staleness_2",
     ),
     "ea_pipe_bound": ("--stages 2 --rounds 20 --trainings 1", "below the bound for every setting", "ea_pipe_bound"),
-    "goodput": (
-        "--methods local_sgd ddp --replicas 2 --mib 0.01 --step_ms 20 --period 2 --checkpoint_steps 3 "
-        "--kill_every_s 1.5 --duration_s 3",
-        "### 2 replicas, a kill each 1.5 s",
-        "goodput",
-    ),
     "gossip": ("--replicas 4 --rounds 10 --repetitions 2", "seconds over exact", "gossip"),
     "large_batches": ("--batch_sizes 32 64 --epochs 1 --seeds 0", "### Large mini-batches: digits", "large_batches"),
     "overhead": ("--steps 2 --batch_size 1 --sequence 8", "share of a plain step", ""),
@@ -90,8 +84,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "timeline": ("--scale 0.01 --bucket_mb 0.1 --methods ddp byte-scheduler", "ByteScheduler", "timeline"),
     "weight_density": ("--hosts 2 --epochs 1 --seeds 0", "workers (Fig. 11)", "weight_density"),
 }
-#: Those that a launcher starts, or that other files run.
-ELSEWHERE = {"replicas"}
+#: Those that a launcher starts; and goodput, whose replicas die and come by the clock, is a job of `make results` alone.
+ELSEWHERE = {"replicas", "goodput"}
 
 
 def test_each_benchmark_is_run() -> None:
