@@ -115,7 +115,7 @@ class FusedBucket(GradientBucket):
         if self._low_rank is not None:
             return super().start(piece)
         return self._collectives.reduce_scatter(
-            self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
+            self.gradients.flat, codec=self._codec, mean=True, feedback=self.residuals()
         )
 
     def gather_early(self, queue: CommQueue, pieces: int) -> None:
@@ -253,7 +253,9 @@ class FusedBucket(GradientBucket):
             self.update.apply(self.present)
 
     def _gather_gradient(self, part: slice | None) -> Handle[Tensor]:
-        return self._collectives.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback, part=part)
+        return self._collectives.all_gather(
+            self.gradients.flat, codec=self._codec, feedback=self.residuals(), part=part
+        )
 
     @property
     def _largest_shard(self) -> int:
