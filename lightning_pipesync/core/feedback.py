@@ -74,7 +74,7 @@ class ErrorFeedback:
 
 @contextmanager
 def kept(residual: Tensor | None, source: Tensor, idle: Tensor | None) -> Iterator[None]:
-    """Context manager in which residuals are zero where values are ``idle`` and their ``source`` is; then they are back.
+    """Context manager in which residuals are zero where values are ``idle`` and their ``source`` is zero.
 
     A parameter that no rank has a gradient of is not updated: what is sent of its residual would be lost.
     """

@@ -216,7 +216,8 @@ class NcclExchange:
         wire = wires[self._rank : self._rank + 1]
         own = shard_of(flat, self._rank, self._world_size)
         residual = None if feedback is None else feedback.shard
-        idle = None if feedback is None or feedback.idle is None else shard_of(feedback.idle, self._rank, self._world_size)
+        idle = None if feedback is None else feedback.idle
+        idle = None if idle is None else shard_of(idle, self._rank, self._world_size)
         with kept(residual if residual is None else residual[: own.numel()], own, idle):
             shards.encode(own, wire, residual)
         all_gather_single(wires.view(-1), wire.view(-1), self._group)
