@@ -23,6 +23,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "selsync": {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"},
     "selsync, overlapped": {"delta": 0.0, "overlap": "forward", "partition": "defdp", "bucket_mb": 1e-4},
     "local_sgd": {"period": 1, "lr_scale": 1.0},
+    "parameter_server": {"policy": "sync"},
+    "parameter_server, one": {"policy": "sync", "servers": 1},
     "pipe_sgd": {"staleness": 0},
 }
 
@@ -69,15 +71,23 @@ def train(place: str, method: str | None, folder: Path) -> Tensor:
     return fit(folder, strategy, None, make=make, callbacks=callbacks)["parameters"]
 
 
-def write_in_step(folder: Path, method: str) -> tuple[str, str] | None:
-    return raised(lambda: fit(folder, {"name": "dear", **METHODS[method]}, make=InStep))
+def refuse(folder: Path, make: type[Classifier], **strategy: Any) -> tuple[str, str] | None:
+    return raised(lambda: fit(folder, {"timeout_s": 20, **strategy}, make=make))
+
+
+#: By what each says, what is refused.
+REFUSED: dict[str, dict[str, Any]] = {
+    "was written to while its update": {"make": InStep, "name": "dear", **METHODS["dear"]},
+    "Call synchronize() before": {"make": InStep, "name": "dear", **METHODS["dear, sharded"]},
+    "the weights are the servers'": {"make": InHook, "name": "parameter_server", "policy": "async"},
+}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("fits")
     cases: dict[Any, Any] = {pair: partial(train, *pair, folder) for pair in product(PLACES, [None, *METHODS])}
-    cases |= {("refused", name): partial(write_in_step, folder, name) for name in ("dear", "dear, sharded")}
+    cases |= {words: partial(refuse, folder, **case) for words, case in REFUSED.items()}
     return launch_cases(cases, 2, init=False)
 
 
@@ -89,7 +99,8 @@ def test_weights_that_hooks_write_are_trained_on(place: str, method: str, outcom
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("method", ["dear", "dear, sharded"])
-def test_a_write_that_races_with_the_update_is_refused(method: str, outcomes: Outcomes) -> None:
-    for error in outcomes["refused", method]:
-        assert_raised(error, "RuntimeError", "model.", "was written to while its update", "synchronize()")
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_write_that_would_be_lost_is_refused(words: str, outcomes: Outcomes) -> None:
+    """It names the parameter, and what to do."""
+    for error in outcomes[words]:
+        assert_raised(error, "RuntimeError", "model.", words)
