@@ -187,6 +187,14 @@ class Bucket:
         foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return [parameter.grad is not None for parameter in parameters]
 
+    def mask(self, chosen: Sequence[bool], margin: int = 0) -> Tensor:
+        """Returns True for the values of the chosen tensors, but for ``margin`` values at both ends of each: 1-D."""
+        mask = torch.zeros(self.flat.numel(), dtype=torch.bool, device=self.flat.device)
+        for place, is_chosen in zip(self.places, chosen, strict=True):
+            if is_chosen:
+                mask[place.start + margin : max(place.start + margin, place.stop - margin)] = True
+        return mask
+
     @torch.no_grad()
     def zero_gaps(self) -> None:
         foreach_zero_(self._gaps)

@@ -23,9 +23,10 @@ from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.faults.errors import mark_as_naming
 
 REMEDY = (
-    "Unless something has written to the weights of some ranks alone, or they round differently (other processors, or "
-    "with low_rank another number of threads), a bit has changed in memory or in a message: resume from the last "
-    "checkpoint. With check_messages=True messages are checked; memory with ECC corrects bits."
+    "Has your code written to weights, on some ranks alone, or on all without synchronize() before? Otherwise ranks "
+    "round differently (other processors, or with low_rank another number of threads), or a bit has changed in memory "
+    "or in a message: resume from the last checkpoint. With check_messages=True messages are checked; memory with ECC "
+    "corrects bits."
 )
 
 

@@ -23,6 +23,7 @@ from lightning_pipesync.data.order import check_num_samples, in_order, replaceab
 from lightning_pipesync.fabric.distribution import rank_zero_warn
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
+from lightning_pipesync.lightning.hooks import has_hooks_between_steps
 from lightning_pipesync.lightning.joining import JoiningMixin
 from lightning_pipesync.lightning.private import (
     check_agreements,
@@ -60,6 +61,7 @@ class SyncStrategyMixin(JoiningMixin):
 
     _uneven_batches: UnevenBatches
     _flushed_to_save = False
+    _hooks_follow = False  # a step, which read its weights, or write to them
     _weights_after_error = ""  # what they are, once a checkpoint was saved after an error
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
@@ -90,6 +92,7 @@ class SyncStrategyMixin(JoiningMixin):
         if self.config.partition == "work_queue":
             self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
             self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
+        self._hooks_follow = self.config.wait_for_hooks and has_hooks_between_steps(trainer)
         self._check_checkpoint()
         self._follow_averages(trainer, method)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
@@ -223,7 +226,10 @@ class SyncStrategyMixin(JoiningMixin):
                 method.reduce(optimizer, self._scaler, unscale=False)  # Lightning unscales next
             return result
 
-        return method.step(partial(super().optimizer_step, optimizer, compute, model, **kwargs), optimizer)
+        result = method.step(partial(super().optimizer_step, optimizer, compute, model, **kwargs), optimizer)
+        if self._hooks_follow:
+            method.synchronize()
+        return result
 
     def after_backward(self, optimizer: Optimizer) -> None:
         self.attached.reduce(optimizer, self._scaler)

@@ -41,6 +41,7 @@ class Settings:
     set_by_trainer: ClassVar[Mapping[str, str]] = {}
     timeout_s: float = 1800.0
     check_messages: bool = False
+    wait_for_hooks: bool = True
 
     # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"

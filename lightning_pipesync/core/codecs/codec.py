@@ -31,6 +31,8 @@ class Codec(ABC):
     #: Whether an all-reduce gathers what each rank has encoded, which all decode and sum: values are encoded once.
     #: Otherwise each rank sums a shard, which is encoded again to be gathered. A sum of sparse values is less sparse.
     gathered: ClassVar[bool] = False
+    #: How far from a value that is not zero a zero may decode to something else.
+    reach: ClassVar[int] = 0
 
     @abstractmethod
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:

@@ -23,6 +23,7 @@ class Int2(ScaledChunks):
     name = "int2"
     CHUNK = 256
     LEVELS = 1.5
+    reach = CHUNK - 1
 
     def value_bytes(self, numel: int) -> int:
         return -(-numel // 4)

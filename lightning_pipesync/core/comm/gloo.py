@@ -233,7 +233,8 @@ class GlooExchange:
         for rank, source in enumerate(slices):
             wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), source.dtype))
             residual = None if feedback is None else shard_of(feedback.contribution, rank, self._world_size)
-            encode_with_feedback(codec, source, wires[rank], residual)
+            idle = None if feedback is None or feedback.idle is None else self._slices(feedback.idle)[rank]
+            encode_with_feedback(codec, source, wires[rank], residual, idle)
         return wires
 
     def _sum_values(self, exchange: AllToAllExchange, contributions: dict[int, Tensor]) -> Tensor:
@@ -277,7 +278,8 @@ class GlooExchange:
         own = slices[self._rank]
         wires = [self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for piece in slices]
         residual = None if feedback is None or feedback.shard is None else feedback.shard[: own.numel()]
-        encode_with_feedback(codec, own, wires[self._rank], residual)
+        idle = None if feedback is None or feedback.idle is None else self._slices(feedback.idle)[self._rank]
+        encode_with_feedback(codec, own, wires[self._rank], residual, idle)
         codec.decode(wires[self._rank], own, flat.dtype)  # the owner, too, uses the values that the others decode
         encoded = self._gather_slices(tag, wires)
 
@@ -297,7 +299,8 @@ class GlooExchange:
     ) -> Callable[[], Tensor]:
         """Sends all of ``flat``, encoded, to all ranks; each sums what all have sent, in the order of the ranks."""
         wires = [self._pool.take(codec.wire_bytes(flat.numel(), flat.dtype)) for _ in range(self._world_size)]
-        encode_with_feedback(codec, flat, wires[self._rank], None if feedback is None else feedback.contribution)
+        residual, idle = (None, None) if feedback is None else (feedback.contribution, feedback.idle)
+        encode_with_feedback(codec, flat, wires[self._rank], residual, idle)
         exchange = self._gather_slices(tag, wires)
 
         def gather_and_sum() -> Tensor:

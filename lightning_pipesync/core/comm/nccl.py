@@ -17,7 +17,7 @@ from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.codecs.shards import Shards, shards_of
 from lightning_pipesync.core.comm.gloo import ShardHook, mean_in_order
-from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.feedback import ErrorFeedback, kept
 from lightning_pipesync.core.room import copy_back, rows_of, with_room
 
 #: Of streams of communication: their kernels are few and short, and training would otherwise delay them.
@@ -173,7 +173,7 @@ class NcclExchange:
         with torch.cuda.stream(self._stream):
             result = operation()
             done = self._stream.record_event()
-        residuals = [] if feedback is None else [feedback.contribution, feedback.shard]
+        residuals = [] if feedback is None else [feedback.contribution, feedback.shard, feedback.idle]
         for tensor in (flat, *residuals):
             if tensor is not None:  # the allocator must not reuse its memory before this stream is done
                 tensor.record_stream(self._stream)
@@ -201,7 +201,7 @@ class NcclExchange:
     ) -> Tensor:
         shards = self._shards(codec, flat)
         sent, received = shards.wires(self._world_size), shards.wires(self._world_size)
-        shards.encode(flat, sent, None if feedback is None else feedback.contribution)
+        self._encode(shards, flat, sent, feedback)
         dist.all_to_all_single(received, sent, group=self._group)
         shards.sum(received, own, self._world_size if mean else 1)
         return own
@@ -215,7 +215,11 @@ class NcclExchange:
         wires = shards.wires(self._world_size)
         wire = wires[self._rank : self._rank + 1]
         own = shard_of(flat, self._rank, self._world_size)
-        shards.encode(own, wire, None if feedback is None else feedback.shard)
+        residual = None if feedback is None else feedback.shard
+        idle = None if feedback is None else feedback.idle
+        idle = None if idle is None else shard_of(idle, self._rank, self._world_size)
+        with kept(residual if residual is None else residual[: own.numel()], own, idle):
+            shards.encode(own, wire, residual)
         all_gather_single(wires.view(-1), wire.view(-1), self._group)
         shards.decode(wires, flat)
         return flat
@@ -224,10 +228,16 @@ class NcclExchange:
         shards = shards_of(codec, flat.numel(), flat)
         wires = shards.wires(self._world_size)
         wire = wires[self._rank : self._rank + 1]
-        shards.encode(flat, wire, None if feedback is None else feedback.contribution)
+        self._encode(shards, flat, wire, feedback)
         all_gather_single(wires.view(-1), wire.view(-1), self._group)
         shards.sum_in_order(wires, flat, self._world_size if mean else 1)
         return flat
+
+    @staticmethod
+    def _encode(shards: Shards, flat: Tensor, wires: Tensor, feedback: ErrorFeedback | None) -> None:
+        residual, idle = (None, None) if feedback is None else (feedback.contribution, feedback.idle)
+        with kept(residual, flat, idle):
+            shards.encode(flat, wires, residual)
 
     def _gather_parts(self, flat: Tensor, part: slice) -> Tensor:
         size = shard_numel(flat.numel(), self._world_size)

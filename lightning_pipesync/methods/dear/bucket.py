@@ -18,6 +18,7 @@ from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.room import zeros_with_room
+from lightning_pipesync.core.torch_private import version
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
@@ -86,6 +87,7 @@ class FusedBucket(GradientBucket):
         for tensor in self.parameters:
             optimizer.state.pop(tensor, None)
         self._gathered: Queued[Tensor] | None = None
+        self._versions: list[int] = []  # of the parameters while an update that nobody has waited for is under way
         self._num_early = 0  # values of each rank's shard that are gathered under backward
 
     @property
@@ -115,7 +117,7 @@ class FusedBucket(GradientBucket):
         if self._low_rank is not None:
             return super().start(piece)
         return self._collectives.reduce_scatter(
-            self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
+            self.gradients.flat, codec=self._codec, mean=True, feedback=self.residuals()
         )
 
     def gather_early(self, queue: CommQueue, pieces: int) -> None:
@@ -129,12 +131,16 @@ class FusedBucket(GradientBucket):
     def start_update(self, queue: CommQueue) -> None:
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
+        if self.values is not None:  # of shards, the update itself counts
+            self._versions = [version(parameter) for parameter in self.parameters]
         start = (lambda: Handle(lambda: self.gradients.flat)) if self._all_early else self._start_all_gather
         self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather(), what=self.label)
 
     def wait(self) -> None:
+        """See the base class; raises a RuntimeError, too, if somebody has written to the weights without waiting."""
         if self._gathered is not None:
             self._gathered.wait()
+            self._check_unwritten()
             if self.values is None:
                 self._gathered = None  # the next gradients may be in the buffer when this is called again
                 self.gradients.release_memory()
@@ -142,6 +148,7 @@ class FusedBucket(GradientBucket):
     def arrives(self, timeout_s: float) -> bool:
         if self._gathered is None:
             return True
+        self._versions = []
         if arrived := self._gathered.succeeds(timeout_s):
             self.wait()
         return arrived
@@ -253,7 +260,20 @@ class FusedBucket(GradientBucket):
             self.update.apply(self.present)
 
     def _gather_gradient(self, part: slice | None) -> Handle[Tensor]:
-        return self._collectives.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback, part=part)
+        return self._collectives.all_gather(
+            self.gradients.flat, codec=self._codec, feedback=self.residuals(), part=part
+        )
+
+    def _check_unwritten(self) -> None:
+        noted, self._versions = self._versions, []
+        for member, before in zip(self.members, noted, strict=False):
+            if version(member.tensor) != before:
+                raise RuntimeError(
+                    f"{member.name} was written to while its update of the last step was under way, which has lost "
+                    "the one or the other. Call synchronize() before you write to weights, or read them, other than in "
+                    "a forward pass: sync.synchronize(), trainer.strategy.method.synchronize(), "
+                    "fabric.strategy.method.synchronize() or accelerator.synchronize(); or set overlap='none'."
+                )
 
     @property
     def _largest_shard(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -31,6 +32,8 @@ class DeARConfig(Settings):
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
+    for_trainer = MappingProxyType({"wait_for_hooks": "call synchronize() before you read or write weights"})
+
     update: Update | None = None
     """``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``: each rank
     updates its shard of the weights, and all-gathers weights; for element-wise optimizers (SGD, Adam, AdamW, RMSprop,
@@ -46,6 +49,11 @@ class DeARConfig(Settings):
     would idle, unless ``update="sharded"``, compressed, or with several optimizers. ``forward``: all-gathers start
     after the last reduce-scatter, and run under the next forward pass (the paper, Section III-B). ``none``: they end
     before ``step()`` returns. See ``update=None``, which depends on it."""
+
+    wait_for_hooks: bool = True
+    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
+    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
+    weights: communication stays hidden under the next forward pass."""
 
     fusion: FusionMethod = "bo"
     """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
@@ -157,6 +165,8 @@ class DeARConfig(Settings):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
         if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):
             ignored["overlap"] = "with update='sharded' or compression, which gather nothing under backward"
+        if self.overlap == "none":
+            ignored["wait_for_hooks"] = "with overlap='none', where each step waits: set overlap='eager'"
         if self.overlap == "forward" and self.low_rank is not None:
             ignored["overlap"] = "with low_rank, which gathers nothing: set overlap='none' to have weights after a step"
         if not get_codec(self.compression).lossless and self.usual_update == "replicated":

@@ -47,6 +47,7 @@ class GradientBucket:
         self.present = [True] * len(self.parameters)  # whether it had a gradient; on any rank, once that is known
         self._collectives, self._codec = collectives, get_codec(codec)
         self.label = f"bucket {number}" if self._codec.lossless else f"bucket {number} ({self._codec.name})"
+        self._idle: Tensor | None = None  # True for values of parameters without a gradient on this rank
         self._noted: list[tuple[Tensor, int] | None] = []
         self._averaged: list[Queued[Tensor]] = []
 
@@ -83,14 +84,25 @@ class GradientBucket:
     def pack(self) -> None:
         """Copies the gradients, zeros for missing ones."""
         self.present = self.gradients.pack_gradients(self.parameters)
+        self._idle = None
+        if not all(self.present) and self.feedback[0] is not None:
+            self._idle = self.gradients.mask([not present for present in self.present], self._codec.reach)
 
     def start(self, piece: int = 0) -> Handle[Tensor]:
         """Starts to average a piece of what :meth:`pack` has copied."""
         if self._low_rank is not None:
             values = self._low_rank.start(piece, self.gradients.views, self.present)
             return self._collectives.all_reduce(values, codec=self._codec, mean=True)
-        feedback = self.feedback[piece]
+        feedback = self.residuals(piece)
         return self._collectives.all_reduce(self.pieces[piece], codec=self._codec, mean=True, feedback=feedback)
+
+    def residuals(self, piece: int = 0) -> ErrorFeedback | None:
+        """Returns the residuals for the exchange of a piece of what :meth:`pack` has copied."""
+        feedback, flat = self.feedback[piece], self.gradients.flat
+        if feedback is None or self._idle is None:
+            return feedback
+        begin = self.pieces[piece].storage_offset() - flat.storage_offset()
+        return feedback.without(self._idle[begin : begin + self.pieces[piece].numel()])
 
     def finish(self, piece: int, average: Tensor) -> None:
         """Ends what :meth:`start` has started, once there is its result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from torch.optim import SGD, Optimizer
@@ -30,6 +31,7 @@ class SelSyncConfig(ReplicaSettings):
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
+    for_trainer = MappingProxyType({"wait_for_hooks": "call synchronize() before you read or write weights"})
     compares_steps: ClassVar[bool] = False  # the flags of gradients do, and delta=inf is independent training
 
     delta: float | Literal["auto"] = "auto"
@@ -50,8 +52,13 @@ class SelSyncConfig(ReplicaSettings):
     overlap: Overlap = "none"
     """With ``aggregation="parameters"``: where a synchronized step's average runs. ``none``: before ``step()`` returns;
     ``forward``: under the next forward pass, in which each module waits for its weights only. Then set a smaller
-    ``bucket_mb``, and let nothing else read or write weights right after a step. A model with compiled modules gets
-    ``none``."""
+    ``bucket_mb``, and in a plain loop let nothing else read or write weights right after a step. A model with compiled
+    modules gets ``none``."""
+
+    wait_for_hooks: bool = True
+    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
+    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
+    weights: communication stays hidden under the next forward pass."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -181,6 +188,8 @@ class SelSyncConfig(ReplicaSettings):
 
     def without_effect(self) -> dict[str, str]:
         ignored = super().without_effect()
+        if not self.overlaps_forward:
+            ignored["wait_for_hooks"] = "with an average that ends before step() returns: set overlap='forward'"
         if self.aggregation == "gradients":
             for name in ("outer_lr", "outer_momentum", "overlap"):
                 ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"

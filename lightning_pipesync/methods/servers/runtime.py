@@ -16,6 +16,7 @@ from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.core.marks import marks_of
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
+from lightning_pipesync.core.torch_private import version
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.method import parameters_of
@@ -98,6 +99,7 @@ class ParameterServer(SyncMethod):
         self._loaded_optimizers: list[Optimizer] = []
         self._hooks = self._learner.hook(self._module, parameters, lambda: self.syncing)
         self._serve()
+        self._note_weights()
         served = modules_with(self._module, [tensor for _, tensor in self._served])
         self._hooks += hook_loading(self._after_loading, served, self._states.optimizers)
 
@@ -175,11 +177,13 @@ class ParameterServer(SyncMethod):
                 "Parameters were added to an optimizer after parameter servers had begun to train: give it all of them "
                 "from the beginning, frozen ones, too."
             )
+        self._take_written()
         if self._loaded:
             self._reload()
         if self.flushed:
             self._learner.begin_from_flushed()
         result = self._learner.step(index, update)
+        self._note_weights()
         self.flushed = False
         return result
 
@@ -244,6 +248,7 @@ class ParameterServer(SyncMethod):
         With ``policy="easgd"`` :meth:`resume` restores this rank's replica.
         """
         self._router.check()
+        self._take_written()
         if self._loaded:
             self._reload()
         if not self.flushed:
@@ -262,13 +267,37 @@ class ParameterServer(SyncMethod):
                 tensor.copy_(value)
         # Not by a collective: where training survives a loss, a rank may be lost at any time.
         self._router.compare_weights(HeldWeights.of_this_process(self.transport.rank, self._served))
+        self._note_weights()
         self.flushed = True
 
     def resume(self) -> None:
         """Continues from the flushed weights, with ``policy="easgd"`` from this rank's replica."""
         if self.flushed:
+            self._take_written()
             self._learner.restore_replica()
         self.flushed = False
+
+    def _note_weights(self) -> None:
+        self._versions = [version(tensor) for _, tensor in self._served]
+
+    def _take_written(self) -> None:
+        """Makes the next step start from what all ranks have written to the weights since the servers sent them.
+
+        Raises:
+            RuntimeError: each learner has weights of its own age, which the servers would replace.
+        """
+        if self._learner.moves_weights or self._loaded:
+            return
+        for (name, tensor), before in zip(self._served, self._versions, strict=True):
+            if version(tensor) != before:
+                if not (self._roles.policy.together or self.flushed):
+                    raise RuntimeError(
+                        f"{name} was written to, and with policy={self.config.policy!r} the weights are the servers', "
+                        "who would not learn of it: write to weights after flush(), as at the end of an epoch, and on "
+                        "all ranks; or set policy='sync'."
+                    )
+                self._weights_loaded = True
+                return
 
     @property
     def _loaded(self) -> bool:

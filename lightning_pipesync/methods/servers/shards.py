@@ -36,6 +36,7 @@ class SharedBucket:
         self._values.pack(self._tensors)  # what all ranks have at first
         self.places = {m.name: place for m, place in zip(members, self._gradients.places, strict=True)}
         self.residual: Tensor | None = None  # of the error feedback, by element of the buffer
+        self._idle: Tensor | None = None  # True for values of parameters without a gradient
         if config.uses_error_feedback:
             flat = self._gradients.flat
             self.residual = torch.zeros_like(flat, dtype=accumulation_dtype(flat.dtype))
@@ -47,10 +48,14 @@ class SharedBucket:
 
     def pack(self) -> list[bool]:
         """Copies the gradients into the buffer, zeros for None; returns which parameters have one."""
-        return self._gradients.pack_gradients(self._tensors)
+        self._idle, present = None, self._gradients.pack_gradients(self._tensors)
+        if not all(present) and self.residual is not None:
+            self._idle = self._gradients.mask([not one for one in present], self._codec.reach)
+        return present
 
     def pack_values(self) -> None:
         """Copies the parameters into the buffer of the gradients."""
+        self._idle = None
         self._gradients.pack(self._tensors)
 
     @torch.no_grad()
@@ -67,8 +72,10 @@ class SharedBucket:
         """Returns a server's encoded shard of the packed gradients: 1-D, uint8."""
         shard = shard_of(self.packed, server, self._num_servers)
         wire = torch.empty(self._codec.wire_bytes(shard.numel(), shard.dtype), dtype=torch.uint8, device=shard.device)
-        residual = None if self.residual is None else shard_of(self.residual, server, self._num_servers)
-        encode_with_feedback(self._codec, shard, wire, residual)
+        residual, idle = (
+            None if one is None else shard_of(one, server, self._num_servers) for one in (self.residual, self._idle)
+        )
+        encode_with_feedback(self._codec, shard, wire, residual, idle)
         return wire
 
     def receive(self, server: int, values: Tensor, is_difference: bool) -> None:

@@ -36,6 +36,7 @@ def build(package: str, name: str, folder: Path, world_size: int, *callbacks: An
             return self.layers(batch[0]).square().mean()
 
         def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            self.validated = flat(self)
             self.log("val_loss", self.layers(batch[0]).square().mean(), sync_dist=True)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -84,6 +85,7 @@ def fit(package: str, name: str, folder: Path) -> dict[str, Any]:
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items() if "/rank_" not in key},
         "best": best.best_model_path,
         "weights": flat(model),
+        "validated": model.validated,
     }
 
 
@@ -94,7 +96,7 @@ def trained(folder: Path) -> Outcomes:
 
 @pytest.mark.parametrize(("package", "name"), CASES)
 def test_a_fit(package: str, name: str, trained: Outcomes, folder: Path) -> None:
-    """Ranks end with the same weights and metrics, which a logger has; a checkpoint is written once, by one rank.
+    """Ranks validate and end with the same weights, and have the same metrics, which a logger has; a checkpoint is written once, by one rank.
 
     A script that counts `torch.save` means what is written.
     """
@@ -107,6 +109,7 @@ def test_a_fit(package: str, name: str, trained: Outcomes, folder: Path) -> None
         assert {f"{name}/mib_sent", "val_loss"} <= outcome["metrics"].keys()
         assert outcome["metrics"] == outcomes[0]["metrics"]
         assert torch.equal(outcome["weights"], outcomes[0]["weights"])
+        assert torch.equal(outcome["validated"], outcomes[0]["validated"])
         assert outcome["weights"].isfinite().all()
         assert outcome["best"] == outcomes[0]["best"]
     best = torch.load(outcomes[0]["best"], weights_only=True)["state_dict"]

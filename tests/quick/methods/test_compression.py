@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -218,3 +219,34 @@ def test_residuals_need_as_many_ranks(name: str) -> None:
     assert config(compression="int8", error_feedback=False).needs_as_many_ranks == own_replicas
     assert config(compression="int8").needs_as_many_ranks
     assert config(low_rank=2, **averaging).needs_as_many_ranks
+
+
+#: Methods that average gradients.
+RESTING = ["dear, replicated", "selsync, gradients", "parameter_server", "parameter_server, one", "pipe_sgd, segments"]
+
+
+def rest(case: str, codec: str, in_between: bool) -> Tensor:
+    """Returns a parameter after steps; in some others, in between or at the end, no rank has a gradient of it."""
+    model: Any = nn.ParameterDict({"rests": torch.zeros(600), "trains": torch.zeros(10)})
+    run = begin(case, lambda model: SGD(model.parameters(), lr=1.0), model, compression=codec)
+    gradient = torch.randn(600, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for rests in [False, True] * STEPS if in_between else [False] * STEPS + [True]:
+        model.zero_grad()
+        of_step = 1e-4 * model["trains"].sum()
+        if not rests:
+            of_step = of_step + (gradient * model["rests"]).sum()
+        of_step.backward()
+        run.sync.step()
+    run.sync.flush()
+    run.sync.detach()
+    return model["rests"].detach()
+
+
+def test_what_was_not_sent_of_a_parameter_waits_until_it_has_a_gradient_again() -> None:
+    """An expert that nobody uses for a step, a frozen layer. Int2 has no zero, for what shares a chunk with others."""
+    rows = [(RESTING[i % len(RESTING)], codec) for i, codec in enumerate(LOSSY) if codec != "int2"]
+    cases = {(row, resting): partial(rest, *row, resting) for row in rows for resting in (False, True)}
+    outcomes = launch_cases(cases, 2)
+    for row in rows:
+        for found, expected in zip(outcomes[row, True], outcomes[row, False], strict=True):
+            assert torch.equal(found, expected), row

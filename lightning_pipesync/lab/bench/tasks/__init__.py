@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_pipesync.lab.bench.tasks import cifar, words
+from lightning_pipesync.lab.bench.tasks import cifar, recipes, words
 from lightning_pipesync.lab.bench.tasks import imagenet as image_files
 from lightning_pipesync.lab.bench.tasks.digits import digits, resnet_digits
 from lightning_pipesync.lab.bench.tasks.layout import Layout
-from lightning_pipesync.lab.bench.tasks.recipes import RECIPES, Recipe
+from lightning_pipesync.lab.bench.tasks.recipes import Recipe
 from lightning_pipesync.lab.bench.tasks.task import DEVICES, Task, evaluations
 from lightning_pipesync.lab.bench.tasks.topics import topics
 
@@ -24,6 +24,8 @@ __all__ = [
     "evaluations",
 ]
 
+#: How the papers train each of their models, by the task's name and the model's.
+RECIPES = recipes.RECIPES
 #: The tasks by name.
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": digits,
