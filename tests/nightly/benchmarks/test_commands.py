@@ -84,7 +84,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "timeline": ("--scale 0.01 --bucket_mb 0.1 --methods ddp byte-scheduler", "ByteScheduler", "timeline"),
     "weight_density": ("--hosts 2 --epochs 1 --seeds 0", "workers (Fig. 11)", "weight_density"),
 }
-#: Those that a launcher starts; and goodput, whose replicas die and come by the clock, is a job of `make results` alone.
+#: Those that a launcher starts; and goodput, whose replicas die and come by the clock.
 ELSEWHERE = {"replicas", "goodput"}
 
 

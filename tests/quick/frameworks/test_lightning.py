@@ -96,8 +96,9 @@ def trained(folder: Path) -> Outcomes:
 
 @pytest.mark.parametrize(("package", "name"), CASES)
 def test_a_fit(package: str, name: str, trained: Outcomes, folder: Path) -> None:
-    """Ranks validate and end with the same weights, and have the same metrics, which a logger has; a checkpoint is written once, by one rank.
+    """Ranks validate and end with the same weights, and have the same metrics, which a logger has.
 
+    A checkpoint is written once, by one rank.
     A script that counts `torch.save` means what is written.
     """
     outcomes = trained[package, name]
