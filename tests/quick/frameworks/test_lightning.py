@@ -110,7 +110,8 @@ def test_a_fit(package: str, name: str, trained: Outcomes, folder: Path) -> None
         assert {f"{name}/mib_sent", "val_loss"} <= outcome["metrics"].keys()
         assert outcome["metrics"] == outcomes[0]["metrics"]
         assert torch.equal(outcome["weights"], outcomes[0]["weights"])
-        assert torch.equal(outcome["validated"], outcomes[0]["validated"])
+        if name != "ea_pipe":  # whose ranks have their own layers' weights
+            assert torch.equal(outcome["validated"], outcomes[0]["validated"])
         assert outcome["weights"].isfinite().all()
         assert outcome["best"] == outcomes[0]["best"]
     best = torch.load(outcomes[0]["best"], weights_only=True)["state_dict"]
