@@ -187,11 +187,16 @@ class Bucket:
         foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return [parameter.grad is not None for parameter in parameters]
 
-    def mask(self, chosen: Sequence[bool], margin: int = 0) -> Tensor:
-        """Returns True for the values of the chosen tensors, but for ``margin`` values at both ends of each: 1-D."""
+    def idle(self, present: Sequence[bool], margin: int) -> Tensor | None:
+        """Returns True for the values of tensors that are not present, 1-D; None if all are.
+
+        ``margin``: how many values at both ends of such a tensor are left out, see :attr:`Codec.reach`.
+        """
+        if all(present):
+            return None
         mask = torch.zeros(self.flat.numel(), dtype=torch.bool, device=self.flat.device)
-        for place, is_chosen in zip(self.places, chosen, strict=True):
-            if is_chosen:
+        for place, is_present in zip(self.places, present, strict=True):
+            if not is_present:
                 mask[place.start + margin : max(place.start + margin, place.stop - margin)] = True
         return mask
 

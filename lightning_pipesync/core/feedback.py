@@ -50,7 +50,7 @@ class ErrorFeedback:
             view.shard = self.shard[: shard_numel(view.contribution.numel(), num_shards)]
         return view
 
-    def without(self, idle: Tensor | None) -> ErrorFeedback:
+    def without(self, idle: Tensor) -> ErrorFeedback:
         """Returns the same residuals for an exchange in which this rank does not have some values, see ``idle``."""
         view = copy.copy(self)
         view.idle = idle

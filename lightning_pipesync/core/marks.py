@@ -22,6 +22,20 @@ def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, str]]:
     return [(version(tensor), float(next(norms)).hex() if can_be_averaged(tensor) else "") for tensor in tensors]
 
 
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [version(tensor) for tensor in tensors]
+
+
+def written_since(versions: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
+    """Returns the indices of tensors that were written to since :func:`versions_of`; none if ``versions`` is empty.
+
+    Writes through ``tensor.data`` are not counted.
+    """
+    return [
+        index for index, (mark, tensor) in enumerate(zip(versions, tensors, strict=False)) if version(tensor) != mark
+    ]
+
+
 def can_be_averaged(tensor: Tensor) -> bool:
     """Returns whether the values are real numbers of 16 bits or more. 8-bit floats are codes, as integers may be."""
     return tensor.is_floating_point() and tensor.element_size() > 1

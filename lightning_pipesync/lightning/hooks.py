@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_pipesync.fabric.private import LIGHTNING
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 #: Of modules and of callbacks. Before all others that run there, the weights are consolidated.
 HOOKS = ("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start")
 #: Their own hooks wait where they read weights.
-LIBRARIES = ("lightning", "pytorch_lightning", "lightning_pipesync")
+LIBRARIES = (*LIGHTNING, "lightning_pipesync")
 
 
 def has_hooks_between_steps(trainer: Trainer) -> bool:

@@ -229,12 +229,12 @@ class GlooExchange:
 
     def _encode_slices(self, slices: list[Tensor], codec: Codec, feedback: ErrorFeedback | None) -> dict[int, Tensor]:
         """Encodes every rank's slice, this rank's too, so that only encoded values are summed, on every rank."""
-        wires = {}
+        wires, none = {}, [None] * len(slices)
+        residuals = none if feedback is None else self._slices(feedback.contribution)
+        idle = none if feedback is None or feedback.idle is None else self._slices(feedback.idle)
         for rank, source in enumerate(slices):
             wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), source.dtype))
-            residual = None if feedback is None else shard_of(feedback.contribution, rank, self._world_size)
-            idle = None if feedback is None or feedback.idle is None else self._slices(feedback.idle)[rank]
-            encode_with_feedback(codec, source, wires[rank], residual, idle)
+            encode_with_feedback(codec, source, wires[rank], residuals[rank], idle[rank])
         return wires
 
     def _sum_values(self, exchange: AllToAllExchange, contributions: dict[int, Tensor]) -> Tensor:

@@ -15,10 +15,10 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
+from lightning_pipesync.core.marks import versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.room import zeros_with_room
-from lightning_pipesync.core.torch_private import version
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
@@ -132,7 +132,7 @@ class FusedBucket(GradientBucket):
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
         if self.values is not None:  # of shards, the update itself counts
-            self._versions = [version(parameter) for parameter in self.parameters]
+            self._versions = versions_of(self.parameters)
         start = (lambda: Handle(lambda: self.gradients.flat)) if self._all_early else self._start_all_gather
         self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather(), what=self.label)
 
@@ -265,15 +265,15 @@ class FusedBucket(GradientBucket):
         )
 
     def _check_unwritten(self) -> None:
-        noted, self._versions = self._versions, []
-        for member, before in zip(self.members, noted, strict=False):
-            if version(member.tensor) != before:
-                raise RuntimeError(
-                    f"{member.name} was written to while its update of the last step was under way, which has lost "
-                    "the one or the other. Call synchronize() before you write to weights, or read them, other than in "
-                    "a forward pass: sync.synchronize(), trainer.strategy.method.synchronize(), "
-                    "fabric.strategy.method.synchronize() or accelerator.synchronize(); or set overlap='none'."
-                )
+        written, self._versions = written_since(self._versions, self.parameters), []
+        if written:
+            raise RuntimeError(
+                f"{self.members[written[0]].name} was written to while its update of the last step was under way, "
+                "which has lost the one or the other. Call synchronize() before you write to weights, or read them, "
+                "other than in a forward pass: sync.synchronize(), trainer.strategy.method.synchronize(), "
+                "fabric.strategy.method_of(optimizer).synchronize() or accelerator.synchronize(); or set "
+                "overlap='none'."
+            )
 
     @property
     def _largest_shard(self) -> int:

@@ -84,9 +84,8 @@ class GradientBucket:
     def pack(self) -> None:
         """Copies the gradients, zeros for missing ones."""
         self.present = self.gradients.pack_gradients(self.parameters)
-        self._idle = None
-        if not all(self.present) and self.feedback[0] is not None:
-            self._idle = self.gradients.mask([not present for present in self.present], self._codec.reach)
+        if self.feedback[0] is not None:
+            self._idle = self.gradients.idle(self.present, self._codec.reach)
 
     def start(self, piece: int = 0) -> Handle[Tensor]:
         """Starts to average a piece of what :meth:`pack` has copied."""

@@ -25,7 +25,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.dtensors import LocalShard, give_values
-from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer, version
+from lightning_pipesync.core.marks import versions_of, written_since
+from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
 
 #: MiB of weights of a trial step: enough to keep an accelerator busy, and on a CPU so few that weights and copies stay
@@ -134,7 +135,7 @@ class PredictedWeights:
         self.in_use = True  # first, so that an interrupt after it restores the weights
         for parameter in self._moved:
             give_values(parameter, self._views[id(parameter)][1])
-        self._marks = [version(parameter) for parameter in self._moved]
+        self._marks = versions_of(self._moved)
 
     def restore(self, check: bool = True) -> None:
         """Swaps the true weights back in.
@@ -144,8 +145,8 @@ class PredictedWeights:
         """
         if not self.in_use:
             return
-        marked = zip(self._moved, self._marks, strict=False)  # none after an interrupt
-        written = [self.names.get(id(p), "a parameter") for p, mark in marked if version(p) != mark]
+        found = [self._moved[index] for index in written_since(self._marks, self._moved)]  # no marks after an interrupt
+        written = [self.names.get(id(parameter), "a parameter") for parameter in found]
         for parameter, values in zip(self._moved, self._true, strict=True):
             give_values(parameter, values)
         self._true, self._marks, self.in_use = [], [], False

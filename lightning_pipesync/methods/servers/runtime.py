@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.held_weights import HeldWeights
-from lightning_pipesync.core.marks import marks_of
+from lightning_pipesync.core.marks import marks_of, versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
-from lightning_pipesync.core.torch_private import version
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.method import parameters_of
@@ -278,7 +277,7 @@ class ParameterServer(SyncMethod):
         self.flushed = False
 
     def _note_weights(self) -> None:
-        self._versions = [version(tensor) for _, tensor in self._served]
+        self._versions = versions_of([tensor for _, tensor in self._served])
 
     def _take_written(self) -> None:
         """Makes the next step start from what all ranks have written to the weights since the servers sent them.
@@ -288,16 +287,14 @@ class ParameterServer(SyncMethod):
         """
         if self._learner.moves_weights or self._loaded:
             return
-        for (name, tensor), before in zip(self._served, self._versions, strict=True):
-            if version(tensor) != before:
-                if not (self._roles.policy.together or self.flushed):
-                    raise RuntimeError(
-                        f"{name} was written to, and with policy={self.config.policy!r} the weights are the servers', "
-                        "who would not learn of it: write to weights after flush(), as at the end of an epoch, and on "
-                        "all ranks; or set policy='sync'."
-                    )
-                self._weights_loaded = True
-                return
+        written = written_since(self._versions, [tensor for _, tensor in self._served])
+        if written and not (self._roles.policy.together or self.flushed):
+            raise RuntimeError(
+                f"{self._served[written[0]][0]} was written to, and with policy={self.config.policy!r} the weights are "
+                "the servers', who would not learn of it: write to weights after flush(), as at the end of an epoch, "
+                "and on all ranks; or set policy='sync'."
+            )
+        self._weights_loaded = bool(written)
 
     @property
     def _loaded(self) -> bool:

@@ -48,9 +48,9 @@ class SharedBucket:
 
     def pack(self) -> list[bool]:
         """Copies the gradients into the buffer, zeros for None; returns which parameters have one."""
-        self._idle, present = None, self._gradients.pack_gradients(self._tensors)
-        if not all(present) and self.residual is not None:
-            self._idle = self._gradients.mask([not one for one in present], self._codec.reach)
+        present = self._gradients.pack_gradients(self._tensors)
+        if self.residual is not None:
+            self._idle = self._gradients.idle(present, self._codec.reach)
         return present
 
     def pack_values(self) -> None:

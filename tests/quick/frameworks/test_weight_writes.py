@@ -68,7 +68,7 @@ def train(place: str, method: str | None, folder: Path) -> Tensor:
     make, callback = PLACES[place]
     strategy = "ddp" if method is None else {"name": method.partition(",")[0], **METHODS[method]}
     callbacks = [] if callback is None else [callback()]
-    return fit(folder, strategy, None, make=make, callbacks=callbacks)["parameters"]
+    return fit(folder, strategy, make=make, callbacks=callbacks)["parameters"]
 
 
 def refuse(folder: Path, make: type[Classifier], **strategy: Any) -> tuple[str, str] | None:
