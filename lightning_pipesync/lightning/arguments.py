@@ -32,6 +32,9 @@ class DeARStrategyMixin(SyncStrategyMixin):
             network would idle, unless ``update="sharded"``, compressed, or with several optimizers. ``forward``:
             all-gathers start after the last reduce-scatter, and run under the next forward pass (the paper, Section
             III-B). ``none``: they end before ``step()`` returns. See ``update=None``, which depends on it.
+        wait_for_hooks: Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a
+            callback, between a step and the next forward pass, so that they may read and write weights as with DDP.
+            False, if they do not touch weights: communication stays hidden under the next forward pass.
         fusion: Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during
             training (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: of ``num_layers`` neighboring
             layers (DeAR-NL); ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways.
@@ -89,6 +92,7 @@ class DeARStrategyMixin(SyncStrategyMixin):
         update: Literal["sharded", "replicated"] | None = None,
         elementwise: tuple[type[Optimizer], ...] = (),
         overlap: Literal["eager", "forward", "none"] = "eager",
+        wait_for_hooks: bool = True,
         fusion: Literal["bo", "random", "grid", "buffer", "layers", "none"] = "bo",
         bucket_mb: float = 25.0,
         edge_mb: float | None = None,
@@ -587,8 +591,11 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
             carries 2 (ranks - 1) times the parameters. It has no codec, outer step or overlap.
         overlap: With ``aggregation="parameters"``: where a synchronized step's average runs. ``none``: before
             ``step()`` returns; ``forward``: under the next forward pass, in which each module waits for its weights
-            only. Then set a smaller ``bucket_mb``, and let nothing else read or write weights right after a step. A
-            model with compiled modules gets ``none``.
+            only. Then set a smaller ``bucket_mb``, and in a plain loop let nothing else read or write weights right
+            after a step. A model with compiled modules gets ``none``.
+        wait_for_hooks: Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a
+            callback, between a step and the next forward pass, so that they may read and write weights as with DDP.
+            False, if they do not touch weights: communication stays hidden under the next forward pass.
         window: Steps over which the squared gradient norm is smoothed (Section III-A).
         smoothing: Smoothing factor of the moving average, in (0, 1]. The paper uses number of ranks / 100, 0.16 for its
             16 ranks; then the meaning of ``delta`` depends on the number of ranks.
@@ -655,6 +662,7 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         aggregation: Literal["parameters", "gradients"] = "parameters",
         average: Literal["all_reduce", "server"] = "all_reduce",
         overlap: Literal["forward", "none"] = "none",
+        wait_for_hooks: bool = True,
         window: int = 25,
         smoothing: float = 0.16,
         outer_lr: float = 1.0,

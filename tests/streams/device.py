@@ -58,6 +58,7 @@ def cuda() -> Iterator[None]:
         _meet_messages()
         stack.enter_context(Checker())
         streams.forget_devices()
+        nccl_groups.clear()  # new groups have the names of those of the last call
         yield
         memory.forget()
         streams.forget_streams()

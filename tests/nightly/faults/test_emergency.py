@@ -27,11 +27,13 @@ RANKS, VICTIM = 3, 1
 #: The batch in which a rank is lost, or raises an error by itself, and the last one of an epoch.
 LOST_IN, LAST = 3, 5
 
+#: In which an update is under way when the recorder below is called.
+EARLY = {"name": "dear", "bucket_mb": 1e-4, "wait_for_hooks": False}
 #: By name: the strategy, and what its checkpoint says of the weights.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "dear": ({"name": "dear", "bucket_mb": 1e-4}, "those after the last step, which all ranks have"),
-    "dear, within the gather": ({"name": "dear", "bucket_mb": 1e-4}, "those before the last step, which all ranks had"),
-    "dear, within the sharded gather": ({"name": "dear", "bucket_mb": 1e-4, "update": "sharded"}, "a mixture: "),
+    "dear, within the gather": (EARLY, "those before the last step, which all ranks had"),
+    "dear, within the sharded gather": ({**EARLY, "update": "sharded"}, "a mixture: "),
     "pipe_sgd": ({"name": "pipe_sgd"}, "those after the last update, which all ranks have"),
     "selsync": ({"name": "selsync", **LOCAL}, "those of rank 0's replica"),
     "local_sgd, overlapped": ({"name": "local_sgd", "period": 2, "overlap_steps": 1}, "those of rank 0's replica"),

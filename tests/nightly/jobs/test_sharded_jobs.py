@@ -26,7 +26,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.replicas.membership import Membership
 from tests.nightly.jobs.test_replica_jobs_faults import in_flag
 from tests.references.lost_rank import simulate
-from tests.support.harness import DIED, assert_raised, on_ranks, raised
+from tests.support.harness import DIED, assert_raised, launch, raised
 from tests.support.lost_ranks import die
 from tests.support.models import OPTIMIZERS, assert_same, loss, seeded_mlp
 from tests.support.replica_jobs import DILOCO, SECTION, TIMEOUT_S, launch_replicas, when_called
@@ -98,7 +98,7 @@ def train_as_job(replica: int, settings: dict[str, Any]) -> Outcome:
 @pytest.mark.parametrize("name", ["DiLoCo int4", "streaming"])
 def test_the_same_members_are_the_replicas_of_one_job(name: str) -> None:
     of_jobs = launch_replicas(train_as_job, 2, SETTINGS[name], ranks_per_replica=SHARDS)
-    for one, other in zip(of_jobs, on_ranks(train_in_one_job, 4, SETTINGS[name]), strict=True):
+    for one, other in zip(of_jobs, launch(train_in_one_job, 4, SETTINGS[name]), strict=True):
         assert_same(one[0], other[0], name)
         assert_same(one[1], other[1], name)
         assert one[2] == other[2]
@@ -172,7 +172,7 @@ def train_where_a_connection_fails(replica: int, connection: str) -> Outcome:
 def test_a_connection_that_one_rank_does_not_get_is_made_again(connection: str) -> None:
     """No rank waits for the timeout, and all train as if nothing had been."""
     outcomes = launch_replicas(train_where_a_connection_fails, 2, connection, ranks_per_replica=SHARDS)
-    for found, expected in zip(outcomes, on_ranks(train_in_one_job, 4, SETTINGS["FedAvg"]), strict=True):
+    for found, expected in zip(outcomes, launch(train_in_one_job, 4, SETTINGS["FedAvg"]), strict=True):
         assert_same(found[0], expected[0], connection)
         assert_same(found[1], expected[1], connection)
 
