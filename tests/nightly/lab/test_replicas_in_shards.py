@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_pipesync import DeAR
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.lab.bench.memory import Memory
 from lightning_pipesync.lab.bench.models import EMULATED, build_model
@@ -42,6 +43,25 @@ def trained() -> dict[str, list[Tensor]]:
             candidate.step()
         weights[candidate.name] = [p.to_local().clone() for p in candidate.model.module.parameters()]  # type: ignore[attr-defined]
     return weights
+
+
+def bytes_of_buckets() -> tuple[int, int]:
+    """Returns the bytes of DeAR's buckets after a step, and when the next forward pass has gathered all weights."""
+    mesh = device_mesh(2)
+    module, x, loss = net(mesh["shards"])
+    sync = DeAR(module, torch.optim.SGD(module.parameters(), lr=0.1), replicas=mesh["replicas"])
+
+    def in_buckets() -> int:
+        return sum(bucket.gradients.flat.untyped_storage().nbytes() for bucket in sync._fused.buckets)
+
+    loss(module, x).backward()
+    sync.step()
+    after_step = in_buckets()
+    with torch.no_grad():
+        module(x)
+    gathered = in_buckets()
+    sync.detach()
+    return after_step, gathered
 
 
 def of_tensors() -> tuple[int, int]:
@@ -111,13 +131,14 @@ def plan(model: str, rounds: int = 1) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    return Memory(model="transformer", batch_size=1, methods=METHODS, steps=1).measure(lambda text: None)
+    return Memory(model="transformer-14m", methods=METHODS, steps=1).measure(lambda text: None)
 
 
 @pytest.fixture(scope="module")
 def runs() -> Outcomes:
     """On new ranks, whose memory nobody has used."""
     cases: dict[Any, Any] = {name: partial(plan, f"{__name__}:{name}") for name in ("net", "whole_net")}
+    cases |= {"buckets": bytes_of_buckets}
     cases |= {"no mesh": partial(plan, f"{__name__}:net_without_mesh"), "trained": trained}
     cases |= {"emulated": partial(plan, f"{EMULATED}alexnet", 0), "three": partial(raised, partial(Replicas.of, 3))}
     if sys.platform == "linux":  # which counts the memory of a process
@@ -135,6 +156,12 @@ def test_hsdp_with_overlap_trains_what_hsdp_does(runs: Outcomes) -> None:
             assert all(map(torch.equal, values, hsdp)), name
 
 
+def test_buckets_have_no_memory_while_the_weights_are_gathered(runs: Outcomes) -> None:
+    for after_step, gathered in runs["buckets"]:
+        assert after_step >= 2 * (BLOCKS * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH + 2), "4 bytes for half the parameters"
+        assert not gathered
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the memory of a process")
 def test_memory_of_a_rank_is_that_of_its_tensors(runs: Outcomes) -> None:
     for present, most in runs["tensors"]:
@@ -143,7 +170,7 @@ def test_memory_of_a_rank_is_that_of_its_tensors(runs: Outcomes) -> None:
     results = runs["memory"]
     assert all(result["memory"] == results[0]["memory"] for result in results)
     used, numel = results[0]["memory"], results[0]["shard_numel"]
-    assert numel == sum(p.numel() for p in build_model("transformer").module.parameters()) // 2
+    assert numel == sum(p.numel() for p in build_model("transformer-14m").module.parameters()) // 2
     between, peak = used[HSDP]
     assert 16 * numel <= between < 18 * numel, "weights, gradients, and the state of AdamW"
     assert 24 * numel <= peak, "and the whole gathered weights"
