@@ -46,8 +46,10 @@ test: $(READY)
 	$(BIN)/ruff format --check --quiet .
 	$(PYTEST) tests/quick $(TEST_ARGS)
 
+# Those that launch jobs and wait for them leave room for another worker; what is short comes last.
+test-all: WORKERS := 4
 test-all: lint
-	$(PYTEST) tests/quick tests/nightly $(TEST_ARGS)
+	$(PYTEST) tests/nightly tests/quick $(TEST_ARGS)
 
 # While one writes: what needs no other process than pytest's.
 test-fast: lint
