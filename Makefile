@@ -46,8 +46,8 @@ test: $(READY)
 	$(BIN)/ruff format --check --quiet .
 	$(PYTEST) tests/quick $(TEST_ARGS)
 
-# Those that launch jobs and wait for them leave room for another worker; what is short comes last.
-test-all: WORKERS := 4
+# Those that launch jobs and wait for them leave room for others; what is short comes last.
+test-all: WORKERS := 5
 test-all: lint
 	$(PYTEST) tests/nightly tests/quick $(TEST_ARGS)
 

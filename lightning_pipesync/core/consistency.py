@@ -13,6 +13,7 @@ from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.dtensors import LocalShard
+from lightning_pipesync.core.guarded_states import at_hand
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
 from lightning_pipesync.core.sharding import copies_of, place_of
 from lightning_pipesync.core.torch_private import described_shard
@@ -128,11 +129,12 @@ def check_same_values(
     described = [(name, f"digest {digest(tensor)}") for name, tensor in parameters if weights]
     for index, optimizer in enumerate(optimizers):
         updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        for name, tensor in parameters:
-            if id(tensor) in updated:
-                state = optimizer.state.get(tensor)
-                text = f"digest {digest(state)}" if state else "none"
-                described.append((f"{_name(optimizers, index)}'s state of {name}", text))
+        with at_hand(optimizer) as states:
+            for name, tensor in parameters:
+                if id(tensor) in updated:
+                    state = states.get(tensor)
+                    text = f"digest {digest(state)}" if state else "none"
+                    described.append((f"{_name(optimizers, index)}'s state of {name}", text))
     if len(set(transport.gather_objects(digest(described)))) > 1:  # large models have many parameters
         check_same(transport, described, "Load the same on all ranks.")
 

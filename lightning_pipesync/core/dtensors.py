@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pipesync.core.guarded_states import at_hand
 from lightning_pipesync.core.torch_private import is_dtensor, local_tensor, sharded_like
 
 #: Element-wise optimizers, which can update a shard without the rest.
@@ -193,14 +194,14 @@ def _give_back(optimizer: Optimizer) -> None:
 def _replace(optimizer: Optimizer, replace: Callable[[Tensor], Tensor], convert: Callable[[Tensor, Any], Any]) -> None:
     # What gathers whole tensors from the states takes them in their order, which has to be the same on all ranks.
     in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = dict(optimizer.state)
-    states = {key: states[key] for key in dict.fromkeys([*in_order, *states]) if key in states}
-    for group in optimizer.param_groups:
-        group["params"] = [replace(parameter) for parameter in group["params"]]
-    optimizer.state.clear()
-    for parameter, state in states.items():
-        converted = {name: convert(parameter, value) for name, value in state.items()}
-        optimizer.state[replace(parameter) if isinstance(parameter, Tensor) else parameter] = converted
+    with at_hand(optimizer) as present:
+        states = {key: present[key] for key in dict.fromkeys([*in_order, *present]) if key in present}
+        for group in optimizer.param_groups:
+            group["params"] = [replace(parameter) for parameter in group["params"]]
+        present.clear()
+        for parameter, state in states.items():
+            converted = {name: convert(parameter, value) for name, value in state.items()}
+            present[replace(parameter) if isinstance(parameter, Tensor) else parameter] = converted
 
 
 def problem_of_optimizers(

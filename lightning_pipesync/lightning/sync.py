@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
+from lightning_pipesync.core.guarded_states import at_hand
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data.loaders import batch_size_before_injection
 from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
@@ -320,7 +321,8 @@ class SyncStrategyMixin(JoiningMixin):
                 "the optimizer's state, so the checkpoint has none: a run that resumes from it starts with a new "
                 "optimizer state."
             )
-            return super().optimizer_state(optimizer)
+            with at_hand(unwrapped(optimizer)):
+                return super().optimizer_state(optimizer)
         return self._whole(self.method.optimizer_state_dict(unwrapped(optimizer)))
 
     # --- helpers ----------------------------------------------------------------------------------------------------

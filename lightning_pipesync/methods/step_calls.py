@@ -231,4 +231,9 @@ class StepCalls(FrameworkHooks, Method):
         for index, known in enumerate(self.optimizers):
             if optimizer is None or known is optimizer:
                 return index
-        raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was passed to {type(self).__name__}.")
+        raise ValueError(
+            f"{type(optimizer).__name__} is not an optimizer that was passed to {type(self).__name__}. If it was made "
+            "after the training had begun, change the one that was there instead: its param_groups, or its state by "
+            "load_state_dict(). To train with another one, begin anew: under a Trainer by another fit(), whose "
+            "configure_optimizers() makes it, else by detach() and attaching to it."
+        )

@@ -15,6 +15,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
+from lightning_pipesync.core.guarded_states import at_hand, send_away
 from lightning_pipesync.core.marks import versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
@@ -24,6 +25,9 @@ from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
+
+#: Where the states of optimizers are, see :func:`send_away`.
+IN_BUCKETS = "DeAR's buckets have"
 
 
 class FusedBucket(GradientBucket):
@@ -84,8 +88,10 @@ class FusedBucket(GradientBucket):
             self._updated, gradient = values, self.gradient_shard
         whole = (values, gradient) if values is not None and config.is_elementwise(optimizer) and lossless else ()
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces(), *whole)
-        for tensor in self.parameters:
-            optimizer.state.pop(tensor, None)
+        with at_hand(optimizer) as states:
+            for tensor in self.parameters:
+                states.pop(tensor, None)
+        send_away(optimizer, IN_BUCKETS)
         self._gathered: Queued[Tensor] | None = None
         self._versions: list[int] = []  # of the parameters while an update that nobody has waited for is under way
         self._num_early = 0  # values of each rank's shard that are gathered under backward

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
+from lightning_pipesync.core.guarded_states import at_hand, bring_back, send_away
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
-from lightning_pipesync.methods.dear.bucket import FusedBucket
+from lightning_pipesync.methods.dear.bucket import IN_BUCKETS, FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimizer
@@ -292,9 +293,11 @@ class DeAR(SyncMethod):
     def given_back(self) -> Iterator[None]:
         """See :meth:`SyncMethod.given_back`; within it the optimizers have their whole states."""
         self.synchronize()
-        before = [dict(optimizer.state) for optimizer in self.optimizers]
-        for index, _ in enumerate(self.optimizers):
-            self._return_states(index)
+        before = []
+        for optimizer in self.optimizers:
+            with at_hand(optimizer) as states:
+                before.append(dict(states))
+        self.return_optimizer_states()
         try:
             with super().given_back():
                 yield
@@ -303,6 +306,7 @@ class DeAR(SyncMethod):
                 if self._fused.buckets and index not in self._loaded:  # before the first step they keep their states
                     optimizer.state.clear()
                     optimizer.state.update(before[index])
+                    send_away(optimizer, IN_BUCKETS)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns fusion, search and residuals; :meth:`optimizer_state_dict` returns the optimizer's state."""
@@ -341,6 +345,8 @@ class DeAR(SyncMethod):
     def _detach(self, timeout_s: float) -> None:
         for hook in self._hooks:
             hook.remove()
+        for optimizer in self.optimizers:
+            bring_back(optimizer)
         self._backpipes[0].remove_hooks()
         self._feedpipe.remove_hooks()
         self._tuner.close(timeout_s)
@@ -352,6 +358,7 @@ class DeAR(SyncMethod):
         """Sets the whole state of an optimizer, unless one was loaded, maybe on this rank alone; a collective call."""
         states = self._fused.optimizer_states(index)
         if index not in self._loaded:
+            bring_back(self.optimizers[index])
             self.optimizers[index].state.update(states)
 
     def _after_loading(self, optimizer: Optimizer) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import flattened, shaped
+from lightning_pipesync.core.guarded_states import at_hand
 from lightning_pipesync.core.torch_private import twin_optimizer
 from lightning_pipesync.methods.gradients.reshard import whole_state
 
@@ -89,13 +90,14 @@ class BucketUpdate:
                 self._copy.param_groups[0][name] = value.clone() if isinstance(value, Tensor) else value
 
     def read_states(self) -> None:
-        self._set_states(
-            {
-                piece.values: {name: piece.cut(value) for name, value in self._optimizer.state[piece.parameter].items()}
-                for piece in self._pieces
-                if piece.parameter in self._optimizer.state
-            }
-        )
+        with at_hand(self._optimizer) as states:
+            self._set_states(
+                {
+                    piece.values: {name: piece.cut(value) for name, value in states[piece.parameter].items()}
+                    for piece in self._pieces
+                    if piece.parameter in states
+                }
+            )
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Returns the optimizer state of each piece, by the parameter's name.

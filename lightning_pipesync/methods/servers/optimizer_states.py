@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.guarded_states import at_hand, bring_back, send_away
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.methods.gradients.reshard import reshard, whole_state
 from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
@@ -59,21 +60,32 @@ class ServedOptimizers:
 
     def state_dict_of(self, index: int) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without servers; collective without ``ask_servers``."""
-        optimizer = self.optimizers[index]
-        optimizer.state.update(self._states_of(index))
-        try:
-            return optimizer.state_dict()
-        finally:
-            optimizer.state.clear()
+        optimizer, states = self.optimizers[index], self._states_of(index)
+        with at_hand(optimizer) as present:
+            present.update(states)
+            try:
+                return optimizer.state_dict()
+            finally:
+                present.clear()
 
-    def restore_states(self) -> None:
-        """Sets the whole state of the optimizers; collective without ``ask_servers``."""
+    def restore_states(self, but: Sequence[Optimizer]) -> None:
+        """Sets the whole state of all optimizers ``but`` some; collective without ``ask_servers``."""
         for index, optimizer in enumerate(self.optimizers):
-            optimizer.state.update(self._states_of(index))
+            if all(optimizer is not other for other in but):
+                states = self._states_of(index)
+                bring_back(optimizer)
+                optimizer.state.update(states)
+
+    def bring_back(self) -> None:
+        """Lets the optimizers have states of their own again, of which :meth:`restore_states` may have set any."""
+        for optimizer in self.optimizers:
+            bring_back(optimizer)
 
     def _clear(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.state.clear()
+            with at_hand(optimizer) as states:
+                states.clear()
+            send_away(optimizer, "The servers have")
 
     def _states_of(self, index: int) -> dict[Tensor, dict[str, Any]]:
         buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]

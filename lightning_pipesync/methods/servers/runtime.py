@@ -346,14 +346,15 @@ class ParameterServer(SyncMethod):
             RuntimeError: a server is lost.
         """
         index = self._index(optimizer)
-        if self._loaded or self._learner.owns_optimizer:
-            return self.optimizers[index].state_dict()
+        one = self.optimizers[index]
+        if self._learner.owns_optimizer or any(one is loaded for loaded in self._loaded_optimizers):
+            return one.state_dict()
         return self._states.state_dict_of(index)
 
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizer, which :meth:`detach` would drop; as :meth:`optimizer_state_dict`."""
-        if not (self._loaded or self._learner.owns_optimizer):
-            self._states.restore_states()
+        if not self._learner.owns_optimizer:
+            self._states.restore_states(but=self._loaded_optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and residuals of this rank, after :meth:`flush`; with EASGD, its replica, too.
@@ -385,6 +386,7 @@ class ParameterServer(SyncMethod):
     def _detach(self, timeout_s: float) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._states.bring_back()
         self._coordinator.close()
         if self._server is not None:
             self._server.close(timeout_s)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_pipesync
+from lightning_pipesync.training.registry import METHODS
 from tests.support.case_table import launch_cases
 from tests.support.docs_pages import DOCS, snippets_of
 from tests.support.models import seeded_mlp
 
 PERIOD, STEPS, SAVED_AFTER = 3, 8, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgets_what_the_page_registers() -> Iterator[None]:
+    with patch.dict(METHODS):
+        yield
 
 
 @functools.cache  # it registers a method

@@ -20,7 +20,7 @@ from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from tests.support.harness import DIED, launch, on_ranks, raised
 from tests.support.lightning_models import LOCAL, Classifier, make_strategy, train_loader, trainer, val_loader
-from tests.support.lost_ranks import be_patient, die
+from tests.support.lost_ranks import be_patient, die, wait_for
 from tests.support.models import loss, seeded_mlp
 
 RANKS, VICTIM = 3, 1
@@ -46,18 +46,27 @@ OWN = {"own error": LOST_IN, "own error in the last batch": LAST}
 
 
 class Recorder(Callback):
-    """Keeps the weights after each step; in one a rank is lost."""
+    """Keeps the weights after each step; in one a rank is lost, once all others have had what it has sent.
 
-    def __init__(self, lose: Callable[[], object], last: int) -> None:
-        self.lose, self.last, self.weights = lose, last, torch.empty(0)
+    Those of Pipe-SGD need nothing more of it for this step, and end it; others wait for its gradient.
+    """
+
+    def __init__(self, lose: Callable[[], object], last: int, folder: Path, is_ahead: bool) -> None:
+        self.lose, self.last, self.folder, self.is_ahead = lose, last, folder, is_ahead
+        self.weights = torch.empty(0)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.last:
+            if self.is_ahead and self.lose is die:
+                others = [self.folder / f"{rank} has ended it" for rank in range(RANKS) if rank != VICTIM]
+                wait_for(lambda: all(file.exists() for file in others))
             time.sleep(0.3)  # what a rank has sent is on its way
             self.lose()
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.weights = module.weights()
+        if batch_idx == self.last:
+            (self.folder / f"{trainer.global_rank} has ended it").touch()
 
 
 def raise_error() -> None:
@@ -92,7 +101,7 @@ def fit_until_lost(name: str, folder: Path) -> dict[str, Any]:
     if name in ("dear", "selsync"):
         saver = ModelCheckpoint(folder, "saved", save_on_exception=True, save_last=True)
     strategy = make_strategy({"timeout_s": 300, **CASES[name][0]})
-    recorder = Recorder(lose, OWN.get(name, LOST_IN))
+    recorder = Recorder(lose, OWN.get(name, LOST_IN), folder, is_ahead=name == "pipe_sgd")
     run = trainer(strategy, RANKS, folder, callbacks=[recorder, saver], enable_checkpointing=True)
     module = Classifier()
     with warnings.catch_warnings(record=True) as caught:
