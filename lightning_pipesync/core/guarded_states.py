@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 
 class GuardedStates(defaultdict[Tensor, dict[str, Any]]):
-    """States by parameter, as any optimizer's; while they are away, nobody reads none of them, or writes to nothing.
+    """States by parameter, as any optimizer's. While they are away it is empty, and every use of it raises.
 
-    It stays with the optimizer, open, when the method ends: a wrapper, such as Fabric's, may refer to it.
+    It stays with the optimizer when the method ends, open: a wrapper, such as Fabric's, may refer to it.
 
     Attributes:
         where: where the states are, and how to read and change them; empty while they are here.

@@ -71,8 +71,7 @@ def thawed_since_the_checkpoint(thaws: bool, settings: dict[str, Any]) -> States
         if thaws:
             train_first(optimizer, model)
         else:
-            for parameter in optimizer.param_groups.pop()["params"]:
-                optimizer.state.pop(parameter, None)
+            optimizer.param_groups.pop()
         if resumes:
             sync.load_state_dict(saved[2])
         steps(range(4, 8))
@@ -266,10 +265,11 @@ def bytes_of_state(with_dear: bool) -> int:
     sync = DeAR(model, optimizer, update="sharded", fusion="layers", num_layers=2) if with_dear else None
     model(torch.ones(1, 64)).sum().backward()
     (sync or optimizer).step()
-    kept = list(optimizer.state.values())
-    if sync is not None:
+    if sync is None:
+        kept = list(optimizer.state.values())
+    else:
         sync.synchronize()
-        kept += [state for bucket in sync._fused.buckets for state in bucket.update.states().values()]
+        kept = [state for bucket in sync._fused.buckets for state in bucket.update.states().values()]
         sync.detach()
     return sum(value.nbytes for state in kept for value in state.values() if value.dim())
 

@@ -237,7 +237,7 @@ def set_rate(settings: dict[str, Any], loads: bool) -> dict[str, Tensor]:
     run.steps(range(5))
     run.backward(5)
     if loads:
-        [group] = run.optimizer.state_dict()["param_groups"]
+        [group] = run.sync.optimizer_state_dict()["param_groups"]
         run.optimizer.load_state_dict({"state": {}, "param_groups": [{**group, "lr": 0.02}]})
     else:
         run.optimizer.param_groups[0]["lr"] = 0.02
@@ -251,7 +251,7 @@ def set_rate(settings: dict[str, Any], loads: bool) -> dict[str, Tensor]:
 def train_again(optimizer: str, restarts: bool) -> dict[str, Tensor]:
     """Trains, and again from where it began, with the optimizer's first state: it has none."""
     run = ServedRun(optimizer, policy="sync")
-    first = state(run.model), run.optimizer.state_dict()
+    first = state(run.model), run.sync.optimizer_state_dict()
     if restarts:
         run.steps(range(4))
         run.model.load_state_dict(first[0])
