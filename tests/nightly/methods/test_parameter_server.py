@@ -231,14 +231,21 @@ def load_target(settings: dict[str, Any], loads: bool) -> dict[str, Tensor]:
     return {name: value for name, value in run.end().items() if name.startswith("net")}
 
 
+def without_state(run: Run) -> dict[str, Any]:
+    """Returns what the state_dict() of the optimizer, with one group, was before it began to train."""
+    [group] = run.optimizer.param_groups
+    return {"state": {}, "param_groups": [{**group, "params": [*range(len(group["params"]))]}]}
+
+
 def set_rate(settings: dict[str, Any], loads: bool) -> dict[str, Tensor]:
     """Sets the learning rate in the sixth step, by loading a state of the optimizer alone, or after a flush."""
     run = Run(ParameterServer, lambda model: SGD(model.parameters(), lr=0.05), timeout_s=60, **settings)
     run.steps(range(5))
     run.backward(5)
     if loads:
-        [group] = run.sync.optimizer_state_dict()["param_groups"]
-        run.optimizer.load_state_dict({"state": {}, "param_groups": [{**group, "lr": 0.02}]})
+        loaded = without_state(run)
+        loaded["param_groups"][0]["lr"] = 0.02
+        run.optimizer.load_state_dict(loaded)
     else:
         run.optimizer.param_groups[0]["lr"] = 0.02
         run.sync.flush()
@@ -251,7 +258,7 @@ def set_rate(settings: dict[str, Any], loads: bool) -> dict[str, Tensor]:
 def train_again(optimizer: str, restarts: bool) -> dict[str, Tensor]:
     """Trains, and again from where it began, with the optimizer's first state: it has none."""
     run = ServedRun(optimizer, policy="sync")
-    first = state(run.model), run.sync.optimizer_state_dict()
+    first = state(run.model), without_state(run)
     if restarts:
         run.steps(range(4))
         run.model.load_state_dict(first[0])
