@@ -53,7 +53,7 @@ for _name in (
 
 
 def send_away(optimizer: Optimizer, holder: str) -> None:
-    """Makes every use of ``optimizer.state`` raise a RuntimeError, until :func:`at_hand` or a state is loaded.
+    """Makes every use of ``optimizer.state`` raise a RuntimeError, until :func:`bring_back`, or a state is loaded.
 
     ``holder``: what has the states, the subject of a sentence.
     """

@@ -71,7 +71,9 @@ def thawed_since_the_checkpoint(thaws: bool, settings: dict[str, Any]) -> States
         if thaws:
             train_first(optimizer, model)
         else:
-            optimizer.param_groups.pop()
+            removed = optimizer.param_groups.pop()["params"]
+            for parameter in removed if resumes else ():  # what was loaded is here; otherwise DeAR's buckets have it
+                optimizer.state.pop(parameter, None)
         if resumes:
             sync.load_state_dict(saved[2])
         steps(range(4, 8))

@@ -53,7 +53,8 @@ def train(name: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
         if step == 2 and sync is None:
             optimizer.state[next(model.parameters())]["momentum_buffer"].zero_()
         elif step == 2:
-            errors = {name: raised(partial(use, optimizer, next(model.parameters()))) for name, use in USES.items()}
+            first = next(model.parameters())
+            errors = {which: raised(partial(use, optimizer, first)) for which, use in USES.items()}
             optimizer.load_state_dict(clear_one_moment(sync.optimizer_state_dict(optimizer)))
             assert len(optimizer.state) == 4, "what was loaded is here"
         elif step == 3 and sync is not None:
@@ -78,3 +79,23 @@ def test_a_use_is_refused_by_a_message_whose_way_out_is_ddp(name: str) -> None:
             assert error[0] == "RuntimeError"
             assert "the state of SGD: optimizer.state has nothing of it" in error[1], use
             assert "optimizer_state_dict(optimizer)" in error[1]
+
+
+def state_after_weights_were_loaded() -> list[torch.Tensor]:
+    model = seeded_mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sync = ParameterServer(model, optimizer, policy="sync")
+    loss(model, 0, torch.distributed.get_rank()).backward()
+    sync.step()
+    sync.flush()
+    model.load_state_dict(seeded_mlp(1).state_dict())
+    states = sync.optimizer_state_dict()["state"]
+    sync.detach()
+    return [state["momentum_buffer"] for state in states.values()]
+
+
+def test_servers_keep_the_state_when_only_weights_are_loaded() -> None:
+    first, other = on_ranks(state_after_weights_were_loaded, 2)
+    assert len(first) == 4
+    assert all(map(torch.equal, first, other))
+    assert any(moment.any() for moment in first)
