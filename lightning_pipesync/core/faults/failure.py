@@ -263,8 +263,10 @@ class PeerWatch:
         if (heartbeat := self._heartbeat) is None:
             return self._describe_fault(fault)
         with suppress(RuntimeError):  # the store does not answer
-            beat = heartbeat.read()[sender]
-            fault = replace(fault, host=beat.host, pid=beat.pid)
+            for beats in self._later_beats():
+                if (beat := beats[sender]).number:  # it may be about to publish its first one
+                    fault = replace(fault, host=beat.host, pid=beat.pid)
+                    break
         if heartbeat.fault is None:
             heartbeat.tell(fault)
         fault = heartbeat.fault or fault

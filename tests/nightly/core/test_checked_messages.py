@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync import DeAR, ParameterServer
@@ -20,6 +22,7 @@ from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults import failure, heartbeat
+from lightning_pipesync.core.faults.heartbeat import Heartbeat
 from tests.support.case_table import launch_cases
 from tests.support.harness import launch, raised
 from tests.support.lost_ranks import TIMEOUT_S
@@ -206,6 +209,24 @@ def test_all_ranks_name_who_has_sent_what_was_damaged() -> None:
             if "its checksum is another one" in last:
                 refused.append(rank)
         assert refused, (pattern, "some rank has found it")
+
+
+def exchange_at_once() -> tuple[list[int], tuple[str, str] | None]:
+    """Exchanges before the sender has published where it runs."""
+    publish = Heartbeat._run
+
+    def publish_late(heartbeat: Heartbeat) -> None:
+        time.sleep(1.0)
+        publish(heartbeat)
+
+    with patch.object(Heartbeat, "_run", publish_late if dist.get_rank() == SENDER else publish):
+        return exchange("adding")
+
+
+def test_who_has_not_published_where_it_runs_is_waited_for() -> None:
+    for rank, (_, outcome) in enumerate(launch_cases({"at once": exchange_at_once}, RANKS, launch=launch)["at once"]):
+        assert outcome is not None, rank
+        assert outcome[1].splitlines()[-1].startswith(f"Rank {SENDER} (host "), (rank, outcome)
 
 
 def serve() -> tuple[list[int], tuple[str, str] | None]:
