@@ -126,6 +126,13 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
+def restore_memory_format(tensor: Tensor, strides: tuple[int, ...]) -> None:
+    """Gives ``tensor`` memory with these strides, which are dense, unless it has them."""
+    if tensor.stride() != strides:
+        values = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = values.copy_(tensor.detach())
+
+
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
     """Returns a view of ``flat``, 1-D, in the shape and memory format of ``like``."""
     return flat.as_strided(like.shape, dense_strides(like))

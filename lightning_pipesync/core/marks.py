@@ -22,17 +22,26 @@ def marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, str]]:
     return [(version(tensor), float(next(norms)).hex() if can_be_averaged(tensor) else "") for tensor in tensors]
 
 
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    return [version(tensor) for tensor in tensors]
+Version = tuple[int, int]  # autograd's counter, and where the values lie
 
 
-def written_since(versions: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor]) -> list[Version]:
+    return [(version(tensor), tensor.data_ptr()) for tensor in tensors]
+
+
+def written_since(versions: Sequence[Version], tensors: Sequence[Tensor], own_writes: int = 0) -> list[int]:
     """Returns the indices of tensors that were written to since :func:`versions_of`; none if ``versions`` is empty.
 
-    Writes through ``tensor.data`` are not counted.
+    Args:
+        own_writes: how often each was written to by who asks.
+
+    Other memory for ``tensor.data`` is a write. Values that are written through it are not seen.
     """
+    pairs = zip(versions, versions_of(tensors), strict=False)
     return [
-        index for index, (mark, tensor) in enumerate(zip(versions, tensors, strict=False)) if version(tensor) != mark
+        index
+        for index, ((before, place), (now, place_now)) in enumerate(pairs)
+        if now != before + own_writes or place_now != place
     ]
 
 

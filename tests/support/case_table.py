@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.support.harness import HANGS_S, on_ranks
+from tests.support.harness import HANGS_S, LeftBehindError, on_ranks
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ def launch_cases(
     """Calls the function of each case on ``world_size`` ranks, one case after the other."""
     try:
         return Outcomes(launch(_run_cases, world_size, dict(cases), init=init, timeout_s=HANGS_S + 20 * len(cases)))
+    except LeftBehindError as error:  # by a case that raised, perhaps, which tells more
+        has_raised = any(isinstance(outcome, Failure) for of_rank in error.results for outcome in of_rank.values())
+        return Outcomes(error.results if has_raised else str(error))
     except AssertionError as error:
         return Outcomes(str(error))
 

@@ -108,6 +108,16 @@ def slots(number: int) -> Iterator[None]:
         yield
 
 
+class LeftBehindError(AssertionError):
+    """A call has left something to the next one.
+
+    Attributes:
+        results: what it has returned, by rank.
+    """
+
+    results: list[Any]
+
+
 class Ranks:
     """Real processes that call functions, until they are ended, or a function raises.
 
@@ -151,10 +161,11 @@ class Ranks:
         """Ends the process group of the last call.
 
         Raises:
-            AssertionError: the call has left something to the next one.
+            LeftBehindError: the call has left something to the next one.
         """
         left = self._ask(None, world_size, time.monotonic() + HANGS_S)
-        assert not any(left), f"left behind, by rank: {left}"
+        if any(left):
+            raise LeftBehindError(f"left behind, by rank: {left}")
 
     def _ask(self, message: Any, world_size: int, deadline: float, may_die: tuple[int, ...] = ()) -> list[Any]:
         """Sends a message to each rank; returns what they answer."""
@@ -251,7 +262,9 @@ def on_ranks(
         results = _kept.call(function, world_size, args, timeout_s, init=init)
         _kept.clear(world_size)
         return results
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, LeftBehindError):
+            error.results = results
         end_kept()
         raise
 

@@ -16,13 +16,14 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.guarded_states import at_hand, send_away
-from lightning_pipesync.core.marks import versions_of, written_since
+from lightning_pipesync.core.marks import Version, versions_of
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
+from lightning_pipesync.methods.gradients.feedpipe import check_unwritten
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
@@ -93,7 +94,7 @@ class FusedBucket(GradientBucket):
                 states.pop(tensor, None)
         send_away(optimizer, IN_BUCKETS)
         self._gathered: Queued[Tensor] | None = None
-        self._versions: list[int] = []  # of the parameters while an update that nobody has waited for is under way
+        self._versions: list[Version] = []  # of the parameters while an update that nobody has waited for is under way
         self._num_early = 0  # values of each rank's shard that are gathered under backward
 
     @property
@@ -146,7 +147,8 @@ class FusedBucket(GradientBucket):
         """See the base class; raises a RuntimeError, too, if somebody has written to the weights without waiting."""
         if self._gathered is not None:
             self._gathered.wait()
-            self._check_unwritten()
+            versions, self._versions = self._versions, []
+            check_unwritten(versions, self.parameters, [member.name for member in self.members] if versions else [])
             if self.values is None:
                 self._gathered = None  # the next gradients may be in the buffer when this is called again
                 self.gradients.release_memory()
@@ -269,17 +271,6 @@ class FusedBucket(GradientBucket):
         return self._collectives.all_gather(
             self.gradients.flat, codec=self._codec, feedback=self.residuals(), part=part
         )
-
-    def _check_unwritten(self) -> None:
-        written, self._versions = written_since(self._versions, self.parameters), []
-        if written:
-            raise RuntimeError(
-                f"{self.members[written[0]].name} was written to while its update of the last step was under way, "
-                "which has lost the one or the other. Call synchronize() before you write to weights, or read them, "
-                "other than in a forward pass: sync.synchronize(), trainer.strategy.method.synchronize(), "
-                "fabric.strategy.method_of(optimizer).synchronize() or accelerator.synchronize(); or set "
-                "overlap='none'."
-            )
 
     @property
     def _largest_shard(self) -> int:

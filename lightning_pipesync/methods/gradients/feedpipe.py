@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.marks import Version, written_since
 from lightning_pipesync.core.parameters import parameters_needed_by
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.module_hook import ModuleHook
@@ -37,6 +38,24 @@ class GatheredBucket(Protocol):
 
 
 B = TypeVar("B", bound=GatheredBucket)
+
+
+def check_unwritten(
+    versions: Sequence[Version], tensors: Sequence[Tensor], names: Sequence[str], own_writes: int = 0
+) -> None:
+    """Checks weights that are up to date, see :func:`written_since`.
+
+    Raises:
+        RuntimeError: somebody has written to them without waiting.
+    """
+    if written := written_since(versions, tensors, own_writes):
+        raise RuntimeError(
+            f"{names[written[0]]} was written to while its update of the last step was under way, "
+            "which has lost the one or the other. Call synchronize() before you write to weights, or read them, "
+            "other than in a forward pass: sync.synchronize(), trainer.strategy.method.synchronize(), "
+            "fabric.strategy.method_of(optimizer).synchronize() or accelerator.synchronize(); or set "
+            "overlap='none'."
+        )
 
 
 class FeedPipeSchedule(Generic[K]):

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.dtensors import LocalShard, give_values
-from lightning_pipesync.core.marks import versions_of, written_since
+from lightning_pipesync.core.marks import Version, versions_of, written_since
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
 
@@ -106,7 +106,7 @@ class PredictedWeights:
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a parameter: the parameter, the prediction
         self._moved: list[Tensor] = []
         self._true: list[Tensor] = []  # their data
-        self._marks: list[int] = []  # their versions, once the prediction is swapped in
+        self._marks: list[Version] = []  # their versions, once the prediction is swapped in
         self._scratch = Scratch(KEPT_MB if self._is_torchs_own else 0)  # the others' blocks are the whole model
         self._known = False
         self.in_use = False  # whether the parameters hold the predicted weights

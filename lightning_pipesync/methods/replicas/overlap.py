@@ -12,31 +12,39 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.marks import Version, versions_of
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.feedpipe import FeedPipe, check_unwritten
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 
 class AveragedBucket:
     """One bucket of replicated tensors, by its index."""
 
-    def __init__(self, replicas: ReplicatedTensors, index: int) -> None:
+    def __init__(self, replicas: ReplicatedTensors, index: int, names: dict[int, str]) -> None:
         self._replicas, self._index = replicas, index
         self.parameters = replicas.tensors[index]
+        self._names = [names[id(parameter)] for parameter in self.parameters]
         self._average: Queued[Tensor] | None = None
+        self._versions: list[Version] = []  # of the parameters while an average that nobody has waited for is under way
 
     def start_update(self, queue: CommQueue) -> None:
+        self._versions = versions_of(self.parameters)
         start, finish = partial(self._replicas.start, self._index), partial(self._replicas.finish, self._index)
         self._average = queue.submit("all_reduce", start, finish, what=f"bucket {self._index}")
 
     def wait(self) -> None:
+        """Blocks until the average is there; raises a RuntimeError, too, if somebody has written to the weights."""
         if self._average is not None:
             self._average.wait()
+            versions, self._versions = self._versions, []
+            check_unwritten(versions, self.parameters, self._names, own_writes=1)
 
     def arrives(self, timeout_s: float) -> bool:
         if self._average is None:
             return True
+        self._versions = []
         if arrived := self._average.succeeds(timeout_s):
             self._average.wait()
         return arrived
@@ -47,9 +55,10 @@ class ForwardOverlap:
 
     def __init__(self, module: nn.Module, replicas: Sequence[ReplicatedTensors], transport: Transport) -> None:
         order = ExecutionOrder(module, transport.device)
+        names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
         self._queue = CommQueue("pipesync-averages", transport.device, transport.traffic)
         # Buckets are in the reverse order of the parameters, which is taken for that of the forward pass.
-        self._of_optimizer = [[AveragedBucket(r, i) for i in reversed(range(len(r.tensors)))] for r in replicas]
+        self._of_optimizer = [[AveragedBucket(r, i, names) for i in reversed(range(len(r.tensors)))] for r in replicas]
         self.buckets = [bucket for buckets in self._of_optimizer for bucket in buckets]
         needed = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         self._feedpipe: FeedPipe[AveragedBucket] = FeedPipe(module, order, self._queue)

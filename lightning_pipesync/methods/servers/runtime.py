@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.buckets import buffer_reader, dense_strides, restore_memory_format
 from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.core.marks import marks_of, versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
@@ -88,6 +88,7 @@ class ParameterServer(SyncMethod):
         self._roles = roles = config.roles(transport.world_size)
         self.only_serves = transport.rank not in roles.learners
         self._served = [(parameter.name, parameter.tensor) for parameter in parameters if parameter.group]
+        self._strides = [dense_strides(tensor) for _, tensor in self._served]  # what servers hold is in this order
         self._others = [parameter.tensor for parameter in parameters if not parameter.group]  # as those of a teacher
         self._marks = marks_of(self._others)
         self._buckets = shared_buckets(parameters, roles.num_servers, config)
@@ -294,6 +295,8 @@ class ParameterServer(SyncMethod):
                 "the servers', who would not learn of it: write to weights after flush(), as at the end of an epoch, "
                 "and on all ranks; or set policy='sync'."
             )
+        for index in written:
+            restore_memory_format(self._served[index][1], self._strides[index])
         self._weights_loaded = bool(written)
 
     @property
