@@ -9,7 +9,7 @@ from tests.fuzz.layers import LAYERS
 from tests.fuzz.methods import METHODS, METHODS_OF_SHARDS, NOT_ELEMENTWISE, Check, Settings
 from tests.fuzz.optimizers import OPTIMIZERS, SCHEDULERS, Options, draw_options
 from tests.fuzz.sharding import RECOVERS, Sharding, draw_sharding
-from tests.fuzz.training import EVENTS, STEPS
+from tests.fuzz.training import EVENTS, OF_HABITS, STEPS
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def draw(method: str, seed: int, world_size: int = 2, num_shards: int | None = N
     scaler = random.random() < 0.25
     overflow = (random.randrange(STEPS), random.randrange(world_size))
     possible = [event for event in EVENTS if num_shards is None or RECOVERS or not event.startswith("raise")]
+    possible = [event for event in possible if num_shards is None or event not in OF_HABITS]
     events = {random.randrange(1, STEPS): random.choice(possible) for _ in range(random.randint(0, 3))}
     then = random.choice([method, *(METHODS if num_shards is None else METHODS_OF_SHARDS)])
 

@@ -320,6 +320,8 @@ METHODS: dict[str, Entry] = {
         _parameter_server_refuses,
         Rule,
         refused_of_shards=lambda settings: "A parameter server answers each rank by itself",
+        # A habit that writes to weights, with a policy whose learners have weights of different ages.
+        may_refuse=lambda configuration, settings: "was written to, and with policy=" * (settings["policy"] != "sync"),
     ),
 }
 

@@ -120,6 +120,9 @@ class Rank(Worker):
             self.replica.load_states(of_first_replica(self.replica.states(), self.mesh))
         self.sync = self.attach(method, settings)
 
+    def synchronize(self) -> None:
+        self.sync.synchronize()
+
     def give_back(self) -> None:
         own = list(self.replica.model.parameters())
         with self.sync.given_back():

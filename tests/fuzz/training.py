@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tests.fuzz.layers import Frozen, Model, StopOnPurpose
 from tests.fuzz.optimizers import SCHEDULERS, optimizers_of
 from tests.fuzz.sharding import copied, whole
+from tests.support.habits import HABITS, ONCE, Loop
 from tests.support.models import batch
 
 if TYPE_CHECKING:
@@ -203,6 +205,9 @@ class Worker(ABC):
     def reattach(self, method: str, settings: dict[str, Any]) -> None:
         """Consolidates, detaches and goes on with another method, or the same."""
 
+    def synchronize(self) -> None:  # noqa: B027
+        """Waits for the weights, which the user is about to write to."""
+
     def give_back(self) -> None:  # noqa: B027
         """Gives the optimizers the model's own parameters, and takes them again."""
 
@@ -321,6 +326,20 @@ def reattach(worker: Worker, step: int) -> None:
     worker.reattach(*worker.configuration.then)
 
 
+def act(name: str, worker: Worker, step: int) -> None:
+    """Does what users do between two steps."""
+    worker.synchronize()
+    habit = HABITS[name].after_step
+    assert habit is not None
+    for replica in worker.replicas:
+        loop = Loop(replica.model, replica.optimizers[0])
+        loop.number = ONCE
+        habit(loop)
+
+
+#: Habits that any model allows, with whole replicas.
+OF_HABITS = ["clamp weights", "add noise", "rebind data", "lower the rate", "save and load weights"]
+
 #: What may happen before a step.
 EVENTS: dict[str, Callable[[Worker, int], None]] = {
     "flush and resume": flush_and_resume,
@@ -338,4 +357,5 @@ EVENTS: dict[str, Callable[[Worker, int], None]] = {
     "checkpoint": lambda worker, step: worker.start_anew(),
     "reattach": reattach,
     "give back": lambda worker, step: worker.give_back(),
+    **{name: partial(act, name) for name in OF_HABITS},
 }
