@@ -88,7 +88,7 @@ class Habit:
 
 
 def once(function: Function, after: Function | None = None) -> Function:
-    """Returns what acts before one step only, and then before the one after the next."""
+    """Returns what acts before one step only, and ``after`` before the next one."""
 
     def act(loop: Loop) -> None:
         if loop.number == ONCE:
@@ -205,6 +205,11 @@ def deep_copy(loop: Loop) -> None:
 
 def change_memory_format(loop: Loop) -> None:
     loop.weights[0].data = loop.weights[0].data.t().contiguous().t()
+
+
+def load_in_other_memory_format(loop: Loop) -> None:
+    change_memory_format(loop)
+    load_initial(loop)
 
 
 def move(loop: Loop) -> None:
@@ -373,6 +378,7 @@ HABITS: dict[str, Habit] = {
     "save and load weights": Habit(after_step=save_and_load),
     "copy the model": Habit(after_step=deep_copy),
     "change the memory format": Habit(after_step=once(change_memory_format)),
+    "load in another memory format": Habit(after_step=once(load_in_other_memory_format)),
     "move to where it is": Habit(after_step=move),
     "scale gradients": Habit(after_backward=scale_gradients),
     "clip by hand": Habit(after_backward=clip_by_hand),

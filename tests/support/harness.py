@@ -109,13 +109,11 @@ def slots(number: int) -> Iterator[None]:
 
 
 class LeftBehindError(AssertionError):
-    """A call has left something to the next one.
+    """A call, which has returned ``results`` by rank, has left something to the next one."""
 
-    Attributes:
-        results: what it has returned, by rank.
-    """
-
-    results: list[Any]
+    def __init__(self, left: list[Any], results: list[Any]) -> None:
+        super().__init__(f"left behind, by rank: {left}")
+        self.results = results
 
 
 class Ranks:
@@ -157,15 +155,9 @@ class Ranks:
             message = (function, args, deadline, address, store, group_timeout_s)
             return self._ask(message, world_size, deadline, may_die)
 
-    def clear(self, world_size: int) -> None:
-        """Ends the process group of the last call.
-
-        Raises:
-            LeftBehindError: the call has left something to the next one.
-        """
-        left = self._ask(None, world_size, time.monotonic() + HANGS_S)
-        if any(left):
-            raise LeftBehindError(f"left behind, by rank: {left}")
+    def clear(self, world_size: int) -> list[Any]:
+        """Ends the process group of the last call; returns what each rank has left to the next one."""
+        return self._ask(None, world_size, time.monotonic() + HANGS_S)
 
     def _ask(self, message: Any, world_size: int, deadline: float, may_die: tuple[int, ...] = ()) -> list[Any]:
         """Sends a message to each rank; returns what they answer."""
@@ -260,11 +252,11 @@ def on_ranks(
         _kept = Ranks()
     try:
         results = _kept.call(function, world_size, args, timeout_s, init=init)
-        _kept.clear(world_size)
+        left = _kept.clear(world_size)
+        if any(left):
+            raise LeftBehindError(left, results)
         return results
-    except BaseException as error:
-        if isinstance(error, LeftBehindError):
-            error.results = results
+    except BaseException:
         end_kept()
         raise
 

@@ -30,12 +30,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipe_sgd": ("pipe_sgd", {}),
     "pipe_sgd, segments": ("pipe_sgd", {"pipeline_level": 2, "staleness": 2}),
 }
+#: Settings with which a method is synchronous SGD.
+SYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dear": ("dear", {"fusion": "buffer", **SMALL}),
+    "dear, sharded": ("dear", {"update": "sharded", "fusion": "buffer", **SMALL}),
+    "dear, no overlap": ("dear", {"overlap": "none"}),
+    "selsync": ("selsync", {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"}),
+    "selsync, weights": ("selsync", {"delta": 0.0, "partition": "defdp"}),
+    "selsync, overlapped": ("selsync", {"delta": 0.0, "overlap": "forward", "partition": "defdp", **SMALL}),
+    "local_sgd": ("local_sgd", {"period": 1, "lr_scale": 1.0}),
+    "parameter_server": ("parameter_server", {"policy": "sync"}),
+    "parameter_server, one": ("parameter_server", {"policy": "sync", "servers": 1}),
+    "pipe_sgd": ("pipe_sgd", {"staleness": 0}),
+}
 #: Those whose gradients are averaged, as low-rank factors if asked; Pipe-SGD with those of the weights that it has.
 FACTORIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "dear": ("dear", {"fusion": "buffer", **SMALL}),
     "pipe_sgd": ("pipe_sgd", {"delay_compensation": "none"}),
     "selsync": CASES["selsync, gradients"],
 }
+
+
+def synchronous_strategy(case: str) -> dict[str, Any]:
+    """Returns a strategy of :data:`SYNCHRONOUS`, as the tests of Lightning write it."""
+    name, settings = SYNCHRONOUS[case]
+    return {"name": name, **settings}
 
 
 def begin(

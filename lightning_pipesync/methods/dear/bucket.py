@@ -16,14 +16,13 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.guarded_states import at_hand, send_away
-from lightning_pipesync.core.marks import Version, versions_of
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
-from lightning_pipesync.methods.gradients.feedpipe import check_unwritten
+from lightning_pipesync.methods.gradients.feedpipe import UnwrittenWeights
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
@@ -94,7 +93,7 @@ class FusedBucket(GradientBucket):
                 states.pop(tensor, None)
         send_away(optimizer, IN_BUCKETS)
         self._gathered: Queued[Tensor] | None = None
-        self._versions: list[Version] = []  # of the parameters while an update that nobody has waited for is under way
+        self._unwritten = UnwrittenWeights(self.parameters, [member.name for member in self.members])
         self._num_early = 0  # values of each rank's shard that are gathered under backward
 
     @property
@@ -139,7 +138,7 @@ class FusedBucket(GradientBucket):
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
         if self.values is not None:  # of shards, the update itself counts
-            self._versions = versions_of(self.parameters)
+            self._unwritten.begin_update()
         start = (lambda: Handle(lambda: self.gradients.flat)) if self._all_early else self._start_all_gather
         self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather(), what=self.label)
 
@@ -147,8 +146,7 @@ class FusedBucket(GradientBucket):
         """See the base class; raises a RuntimeError, too, if somebody has written to the weights without waiting."""
         if self._gathered is not None:
             self._gathered.wait()
-            versions, self._versions = self._versions, []
-            check_unwritten(versions, self.parameters, [member.name for member in self.members] if versions else [])
+            self._unwritten.end_update()
             if self.values is None:
                 self._gathered = None  # the next gradients may be in the buffer when this is called again
                 self.gradients.release_memory()
@@ -156,7 +154,7 @@ class FusedBucket(GradientBucket):
     def arrives(self, timeout_s: float) -> bool:
         if self._gathered is None:
             return True
-        self._versions = []
+        self._unwritten.forget_update()
         if arrived := self._gathered.succeeds(timeout_s):
             self.wait()
         return arrived

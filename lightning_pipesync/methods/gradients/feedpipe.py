@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.marks import Version, written_since
+from lightning_pipesync.core.marks import Version, versions_of, written_since
 from lightning_pipesync.core.parameters import parameters_needed_by
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.module_hook import ModuleHook
@@ -40,22 +40,35 @@ class GatheredBucket(Protocol):
 B = TypeVar("B", bound=GatheredBucket)
 
 
-def check_unwritten(
-    versions: Sequence[Version], tensors: Sequence[Tensor], names: Sequence[str], own_writes: int = 0
-) -> None:
-    """Checks weights that are up to date, see :func:`written_since`.
+class UnwrittenWeights:
+    """Weights to which nobody may write while their update is under way.
 
-    Raises:
-        RuntimeError: somebody has written to them without waiting.
+    Args:
+        own_writes: how often the update itself writes to each, see :func:`written_since`.
     """
-    if written := written_since(versions, tensors, own_writes):
-        raise RuntimeError(
-            f"{names[written[0]]} was written to while its update of the last step was under way, "
-            "which has lost the one or the other. Call synchronize() before you write to weights, or read them, "
-            "other than in a forward pass: sync.synchronize(), trainer.strategy.method.synchronize(), "
-            "fabric.strategy.method_of(optimizer).synchronize() or accelerator.synchronize(); or set "
-            "overlap='none'."
-        )
+
+    def __init__(self, tensors: Sequence[Tensor], names: Sequence[str], own_writes: int = 0) -> None:
+        self._tensors, self._names, self._own_writes = tensors, names, own_writes
+        self._versions: list[Version] = []  # while an update that nobody has waited for is under way
+
+    def begin_update(self) -> None:
+        self._versions = versions_of(self._tensors)
+
+    def forget_update(self) -> None:
+        """Checks nothing until the next update."""
+        self._versions = []
+
+    def end_update(self) -> None:
+        """Raises a RuntimeError, once, if somebody has written to the weights since :meth:`begin_update`."""
+        versions, self._versions = self._versions, []
+        if written := written_since(versions, self._tensors, self._own_writes):
+            raise RuntimeError(
+                f"{self._names[written[0]]} was written to while its update of the last step was under way, "
+                "which has lost the one or the other. Call synchronize() before you write to weights, or read them, "
+                "other than in a forward pass: sync.synchronize(), trainer.strategy.method.synchronize(), "
+                "fabric.strategy.method_of(optimizer).synchronize() or accelerator.synchronize(); or set "
+                "overlap='none'."
+            )
 
 
 class FeedPipeSchedule(Generic[K]):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.marks import Version, versions_of
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe, check_unwritten
+from lightning_pipesync.methods.gradients.feedpipe import FeedPipe, UnwrittenWeights
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 
@@ -25,12 +24,12 @@ class AveragedBucket:
     def __init__(self, replicas: ReplicatedTensors, index: int, names: dict[int, str]) -> None:
         self._replicas, self._index = replicas, index
         self.parameters = replicas.tensors[index]
-        self._names = [names[id(parameter)] for parameter in self.parameters]
+        of_parameters = [names[id(parameter)] for parameter in self.parameters]
+        self._unwritten = UnwrittenWeights(self.parameters, of_parameters, own_writes=1)
         self._average: Queued[Tensor] | None = None
-        self._versions: list[Version] = []  # of the parameters while an average that nobody has waited for is under way
 
     def start_update(self, queue: CommQueue) -> None:
-        self._versions = versions_of(self.parameters)
+        self._unwritten.begin_update()
         start, finish = partial(self._replicas.start, self._index), partial(self._replicas.finish, self._index)
         self._average = queue.submit("all_reduce", start, finish, what=f"bucket {self._index}")
 
@@ -38,13 +37,12 @@ class AveragedBucket:
         """Blocks until the average is there; raises a RuntimeError, too, if somebody has written to the weights."""
         if self._average is not None:
             self._average.wait()
-            versions, self._versions = self._versions, []
-            check_unwritten(versions, self.parameters, self._names, own_writes=1)
+            self._unwritten.end_update()
 
     def arrives(self, timeout_s: float) -> bool:
         if self._average is None:
             return True
-        self._versions = []
+        self._unwritten.forget_update()
         if arrived := self._average.succeeds(timeout_s):
             self._average.wait()
         return arrived

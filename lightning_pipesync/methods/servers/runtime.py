@@ -295,8 +295,6 @@ class ParameterServer(SyncMethod):
                 "the servers', who would not learn of it: write to weights after flush(), as at the end of an epoch, "
                 "and on all ranks; or set policy='sync'."
             )
-        for index in written:
-            restore_memory_format(self._served[index][1], self._strides[index])
         self._weights_loaded = bool(written)
 
     @property
@@ -320,6 +318,8 @@ class ParameterServer(SyncMethod):
         """
         weights, optimizers = self._weights_loaded, self._loaded_optimizers
         self._weights_loaded, self._loaded_optimizers = False, []
+        for (_, tensor), strides in zip(self._served, self._strides, strict=True):
+            restore_memory_format(tensor, strides)
         self._learner.retire_to_reload(weights)
         if self._server is not None:
             self._server.reload(lambda: self._states.read_loaded(weights, optimizers))

@@ -16,17 +16,9 @@ from torch import Tensor, nn
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_raised, raised
 from tests.support.lightning_models import Classifier, fit
+from tests.support.method_runs import SYNCHRONOUS, synchronous_strategy
 
-METHODS: dict[str, dict[str, Any]] = {
-    "dear": {"fusion": "buffer", "bucket_mb": 1e-4},
-    "dear, sharded": {"update": "sharded", "fusion": "buffer", "bucket_mb": 1e-4},
-    "selsync": {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"},
-    "selsync, overlapped": {"delta": 0.0, "overlap": "forward", "partition": "defdp", "bucket_mb": 1e-4},
-    "local_sgd": {"period": 1, "lr_scale": 1.0},
-    "parameter_server": {"policy": "sync"},
-    "parameter_server, one": {"policy": "sync", "servers": 1},
-    "pipe_sgd": {"staleness": 0},
-}
+METHODS = [case for case in SYNCHRONOUS if case not in ("dear, no overlap", "selsync, weights")]
 
 
 @torch.no_grad()
@@ -66,7 +58,7 @@ PLACES: dict[str, tuple[type[Classifier], Any]] = {
 
 def train(place: str, method: str | None, folder: Path) -> Tensor:
     make, callback = PLACES[place]
-    strategy = "ddp" if method is None else {"name": method.partition(",")[0], **METHODS[method]}
+    strategy = "ddp" if method is None else synchronous_strategy(method)
     callbacks = [] if callback is None else [callback()]
     return fit(folder, strategy, make=make, callbacks=callbacks)["parameters"]
 
@@ -77,8 +69,8 @@ def refuse(folder: Path, make: type[Classifier], **strategy: Any) -> tuple[str, 
 
 #: By what each says, what is refused.
 REFUSED: dict[str, dict[str, Any]] = {
-    "was written to while its update": {"make": InStep, "name": "dear", **METHODS["dear"]},
-    "Call synchronize() before": {"make": InStep, "name": "dear", **METHODS["dear, sharded"]},
+    "was written to while its update": {"make": InStep, **synchronous_strategy("dear")},
+    "Call synchronize() before": {"make": InStep, **synchronous_strategy("dear, sharded")},
     "the weights are the servers'": {"make": InHook, "name": "parameter_server", "policy": "async"},
 }
 
