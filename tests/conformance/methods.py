@@ -74,7 +74,7 @@ METHODS = {
                 {"delta": 0.2, "smoothing": 0.5, "aggregation": "gradients", "low_rank": 1},
             ),
             wrong=("delta", -0.1),
-            sharded=(0, 1),
+            sharded=(1, 0),
         ),
         Method(
             "local_sgd",

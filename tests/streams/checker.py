@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -65,6 +66,8 @@ class Checker(TorchDispatchMode):
         for index, (argument, value) in enumerate(given):
             written = index == 0 and name != "send" if namespace == "c10d" else argument in writing
             (writes if written else reads).extend(_tensors(value))
+        if name.startswith("_foreach"):
+            increment_version(writes)  # which autograd does unless a mode is active
         with LOCK:
             if namespace == "c10d":
                 _note_communication(name, reads, writes, args)

@@ -72,8 +72,9 @@ class ReplicaMethod(SyncMethod):
         self._followers: list[NonTrainableTensors] = []
         self._changes = Changes()
         overlaps = self.config.overlaps_forward and self.transport.world_size > 1 and not is_compiled(self._module)
-        self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
-        compared = [r for r in self._replicas if r.global_weights.flats or self.config.overlap_steps]
+        replicas = self._replicas
+        self._overlap = ForwardOverlap(self._module, parameters, replicas, self.transport) if overlaps else None
+        compared = [r for r in replicas if r.global_weights.flats or self.config.overlap_steps]
         weights = [tensor for replicas in compared for tensors in replicas.tensors for tensor in tensors]
         # Not of a teacher, into which the trained weights may be loaded at every step.
         self._load_hooks = hook_loading(self._after_loading, modules_with(self._module, weights))

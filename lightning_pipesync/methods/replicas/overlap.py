@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.parameters import hook_gradient
+from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe, UnwrittenWeights
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
@@ -51,9 +51,15 @@ class AveragedBucket:
 class ForwardOverlap:
     """Runs the averages of a synchronized step, of the parameters of each optimizer, under the next forward pass."""
 
-    def __init__(self, module: nn.Module, replicas: Sequence[ReplicatedTensors], transport: Transport) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[NamedParameter],
+        replicas: Sequence[ReplicatedTensors],
+        transport: Transport,
+    ) -> None:
         order = ExecutionOrder(module, transport.device)
-        names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+        names = {id(parameter.tensor): parameter.name for parameter in parameters}
         self._queue = CommQueue("pipesync-averages", transport.device, transport.traffic)
         # Buckets are in the reverse order of the parameters, which is taken for that of the forward pass.
         self._of_optimizer = [[AveragedBucket(r, i, names) for i in reversed(range(len(r.tensors)))] for r in replicas]
