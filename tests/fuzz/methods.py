@@ -132,6 +132,12 @@ def _dear_refuses(configuration: Configuration, settings: Settings) -> str:
     return _no_sharding(configuration) if settings["update"] == "sharded" else ""
 
 
+def _dear_may_refuse(configuration: Configuration, settings: Settings) -> str:
+    """Gradients may have been factorized, or encoded, when a step is skipped."""
+    encoded = settings["error_feedback"] and get_codec(settings["compression"]).sparse
+    return "a further backward pass changes it" if encoded else _factors(settings)
+
+
 def _dear_rounds(configuration: Configuration, settings: Settings) -> bool:
     twice_reduced = configuration.accumulate > 1 and not configuration.no_sync
     return twice_reduced or configuration.clip == "norm" or _cuts(configuration, settings)
@@ -277,8 +283,7 @@ METHODS: dict[str, Entry] = {
         refused_of_shards=lambda settings: (
             "update='sharded'" if settings["update"] == "sharded" else _factors(settings)
         ),
-        # Gradients may have been factorized when a step is skipped.
-        may_refuse=lambda configuration, settings: _factors(settings),
+        may_refuse=_dear_may_refuse,
     ),
     "pipe_sgd": Entry(
         PipeSGD,

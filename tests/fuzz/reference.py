@@ -133,7 +133,8 @@ class Reference(Worker):
         self.resume()
         for replica in self.replicas:
             replica.model.zero_grad()  # a new model has no gradients
-            replica.load_states(copy.deepcopy(replica.states()))  # PyTorch may give a state another dtype then
+            if not isinstance(self._rules[0], Replicated):  # which keep each rank's own state, as it is
+                replica.load_states(copy.deepcopy(replica.states()))  # PyTorch may give a state another dtype
 
     def reattach(self, method: str, settings: Settings) -> None:
         self.flush()

@@ -45,9 +45,12 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
         return _fault(kind, peer, beats[peer], beats[peer].at)
     if missing:
         return _fault("missing", missing[0], beats[missing[0]], 0.0) if len(missing) == 1 else None
-    live = [peer for peer, beat in enumerate(beats) if beat.left is None and peer not in silent]
-    ahead = [peer for peer in live if beats[peer].ahead is not None]
-    if len(ahead) == 1 < len(live):
+    # One that is ahead may have given up first: it has waited for longer.
+    blameless = [
+        peer for peer, beat in enumerate(beats) if peer not in silent and (beat.left is None or beat.lost_peer)
+    ]
+    ahead = [peer for peer in blameless if beats[peer].ahead is not None]
+    if len(ahead) == 1 < len(blameless):
         return _fault("ahead", ahead[0], beats[ahead[0]], beats[ahead[0]].at)
     waits_here = beats[rank].waits
     if not waits_here:

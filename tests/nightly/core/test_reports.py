@@ -104,7 +104,8 @@ def test_a_trainer_writes_a_trace_and_a_table_of_its_ranks(strategy: str, traine
         threads = {event["args"]["name"]: event["tid"] for event in own if event["name"] == "thread_name"}
         communicating = [tid for name, tid in threads.items() if "pipesync-dear" in name]
         names = {event["name"] for event in own if event["tid"] in communicating}
-        assert ("pipesync::reduce_scatter bucket 0 start" in names) == bool(communicating) == (strategy == "dear")
+        assert bool(communicating) == (strategy == "dear"), threads
+        assert ("pipesync::reduce_scatter bucket 0 start" in names) == bool(communicating), names
 
 
 def test_too_short_a_training_says_that_there_is_no_trace(trained: Outcomes, folder: Path) -> None:

@@ -40,6 +40,7 @@ def waiting_for(peer: int, **of_beat: Any) -> Beat:
         ([waiting_for(1), Beat(left="", blames=1), Beat(9, 9.0)], set(), None),
         # who has ended its epoch alone
         ([waiting_for(2), waiting_for(0, ahead="it has ended"), waiting_for(1)], set(), ("ahead", 1)),
+        ([waiting_for(1), Beat(9, 8.0, left="gloo", lost_peer=True, ahead="it has ended")], set(), ("ahead", 1)),
         ([waiting_for(1, ahead="it has ended"), waiting_for(0, ahead="it has ended")], set(), ("unconnected", 1)),
         # of those that wait for nobody, who has done least; two that have done as much do not tell who it is
         ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0, exchanges=5), Beat(9, 9.0, exchanges=4)], set(), ("absent", 2)),
