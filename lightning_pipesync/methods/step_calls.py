@@ -22,7 +22,7 @@ from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.framework_hooks import FrameworkHooks
 from lightning_pipesync.methods.method import Method, parameters_of
 from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepRecord
-from lightning_pipesync.methods.user_steps import UserSteps
+from lightning_pipesync.methods.user_steps import UserSteps, not_passed
 
 T = TypeVar("T")
 
@@ -231,9 +231,4 @@ class StepCalls(FrameworkHooks, Method):
         for index, known in enumerate(self.optimizers):
             if optimizer is None or known is optimizer:
                 return index
-        raise ValueError(
-            f"{type(optimizer).__name__} is not an optimizer that was passed to {type(self).__name__}. If it was made "
-            "after the training had begun, change the one that was there instead: its param_groups, or its state by "
-            "load_state_dict(). To train with another one, begin anew: under a Trainer by another fit(), whose "
-            "configure_optimizers() makes it, else by detach() and attaching to it."
-        )
+        raise ValueError(not_passed(optimizer, type(self).__name__))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_pipesync.methods.method import parameters_of
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.step_calls import StepCalls
@@ -48,6 +52,16 @@ class StepGuard:
             )
 
 
+def not_passed(optimizer: Optimizer | None, method: str) -> str:
+    """Returns what an error says of an optimizer that was not passed to the method."""
+    return (
+        f"{type(optimizer).__name__} is not an optimizer that was passed to {method}. If it was made after the "
+        "training had begun, change the one that was there instead: its param_groups, or its state by "
+        "load_state_dict(). To train with another one, begin anew: under a Trainer by another fit(), whose "
+        "configure_optimizers() makes it, else by detach() and attaching to it."
+    )
+
+
 def is_scaler_stepping() -> bool:
     """Returns whether a loss scaler that is enabled makes the step. It leaves no other trace in the optimizer."""
     frame = sys._getframe(1)
@@ -81,16 +95,41 @@ def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[No
 class UserSteps:
     """Runs what a user or a framework passes to :meth:`StepCalls.step`, with each call in its order.
 
+    Steps of other optimizers, with gradients of the method's weights, are refused: they are those of this rank alone.
+
     ``guards`` are those of the optimizers.
     """
 
     def __init__(self, sync: StepCalls) -> None:
         self._sync = sync
         self.guards = [StepGuard(optimizer, type(sync).__name__) for optimizer in sync.optimizers]
+        self._is_updating = False
+        refuse = weakref.WeakMethod(self._refuse_stranger)
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (call := refuse()) and call(optimizer))
+        self._remove = weakref.finalize(self, hook.remove)
 
     def release(self) -> None:
+        self._remove()
         for guard in self.guards:
             guard.release()
+
+    def _refuse_stranger(self, optimizer: Optimizer) -> None:
+        own = self._sync.optimizers
+        if self._is_updating or any(
+            optimizer is known for known in own
+        ):  # another one within a step: what an optimizer wraps
+            return
+        trained = {id(parameter) for known in own for parameter in parameters_of(known)}
+        if any(p.grad is not None and id(p) in trained for p in parameters_of(optimizer)):
+            raise RuntimeError(not_passed(optimizer, type(self._sync).__name__))
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
 
     def complete_gradient(self, index: int, by_closure: bool) -> None:
         """Called before an optimizer updates the weights: raises unless the gradient is reduced and unscaled.
@@ -133,7 +172,7 @@ class UserSteps:
                 return None if is_skipped(optimizer) else optimizer_step(**kwargs)
             return optimizer_step(evaluate, **kwargs)
 
-        with self.guards[index].stepping(), replaced_step(optimizer, step):
+        with self._updating(), self.guards[index].stepping(), replaced_step(optimizer, step):
             result = step() if update is None else update()
         self._sync.record.check_unscaled(index)
         return result
@@ -167,7 +206,7 @@ class UserSteps:
                 apply(functools.partial(optimizer_step, **kwargs))
             return result
 
-        with replaced_step(optimizer, step):
+        with self._updating(), replaced_step(optimizer, step):
             result = step() if update is None else update()
         self._sync.record.check_unscaled(index)
         if stepped:

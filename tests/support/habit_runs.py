@@ -58,6 +58,13 @@ class MethodLoop(Loop):
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict() if self.sync is None else self.sync.optimizer_state_dict(self.optimizer)
 
+    def synchronize(self) -> None:
+        if self.sync is not None:
+            self.sync.synchronize()
+
+    def reduce(self) -> None:
+        self.sync.reduce() if self.sync is not None else average_gradients(self.model)
+
     def step(self) -> None:
         if self.sync is not None:
             return self.sync.step(optimizer=self.optimizer)
@@ -76,8 +83,7 @@ def train(method: str, name: str, waits: bool) -> list[Tensor] | str:
         made_by, settings = SYNCHRONOUS[method]
         loop.sync = METHODS[made_by](model, loop.optimizer, timeout_s=30, **settings)
     try:
-        for loop.number in range(STEPS):
-            run_step(loop, name, waits)
+        run_steps(loop, name, waits)
         if loop.sync is not None:
             loop.sync.flush()
         return [weight.detach().clone() for weight in loop.weights]
@@ -88,22 +94,24 @@ def train(method: str, name: str, waits: bool) -> list[Tensor] | str:
             loop.sync.detach(timeout_s=1.0)
 
 
-def run_step(loop: MethodLoop, name: str, waits: bool) -> None:
+def run_steps(loop: Loop, name: str, waits: bool) -> None:
+    """Trains with a habit; ``waits``: for weights and gradients that it uses."""
     habit = HABITS[name]
-    if loop.number and habit.after_step is not None:
-        if waits and loop.sync is not None:
-            loop.sync.synchronize()
-        habit.after_step(loop)
-    if habit.instead is not None:
-        habit.instead(loop)
-        return
-    loop.optimizer.zero_grad()
-    loop.loss().backward()
-    if habit.after_backward is not None:
-        if waits:
-            loop.sync.reduce() if loop.sync is not None else average_gradients(loop.model)
-        habit.after_backward(loop)
-    loop.step()
+    for loop.number in range(STEPS):
+        if loop.number and habit.after_step is not None:
+            if waits:
+                loop.synchronize()
+            habit.after_step(loop)
+        if habit.instead is not None:
+            habit.instead(loop)
+            continue
+        loop.optimizer.zero_grad()
+        loop.backward(loop.loss())
+        if habit.after_backward is not None:
+            if waits:
+                loop.reduce()
+            habit.after_backward(loop)
+        loop.step()
 
 
 def refusal(method: str, name: str, waits: bool) -> str:

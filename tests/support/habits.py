@@ -60,9 +60,18 @@ class Loop:
         x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
         return nn.functional.cross_entropy(self.forward(x), (x.sum(dim=1) > 0).long())
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        loss.backward(**kwargs)
+
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the state of the optimizer, as the framework's users get it."""
         return self.optimizer.state_dict()
+
+    def synchronize(self) -> None:
+        """Waits for the weights."""
+
+    def reduce(self) -> None:
+        """Has the gradients averaged, which are about to be used."""
 
     def step(self) -> None:
         """Takes the step of an optimizer whose gradients are there."""
@@ -250,42 +259,42 @@ def add_decay(loop: Loop) -> None:
 
 def skip_step(loop: Loop) -> None:
     if loop.number != ONCE:
-        loop.loss().backward()
+        loop.backward(loop.loss())
         loop.step()
     loop.optimizer.zero_grad()
 
 
 def skip_after_backward(loop: Loop) -> None:
-    loop.loss().backward()
+    loop.backward(loop.loss())
     if loop.number != ONCE:
         loop.step()
     loop.optimizer.zero_grad()
 
 
 def step_twice(loop: Loop) -> None:
-    loop.loss().backward()
+    loop.backward(loop.loss())
     loop.step()
     loop.step()
     loop.optimizer.zero_grad()
 
 
 def zero_every_second_step(loop: Loop) -> None:
-    loop.loss().backward()
+    loop.backward(loop.loss())
     loop.step()
     if loop.number % 2:
         loop.optimizer.zero_grad()
 
 
 def zero_in_place(loop: Loop) -> None:
-    loop.loss().backward()
+    loop.backward(loop.loss())
     loop.step()
     loop.optimizer.zero_grad(set_to_none=False)
 
 
 def backward_twice(loop: Loop) -> None:
     loss = loop.loss()
-    (0.5 * loss).backward(retain_graph=True)
-    (0.5 * loss).backward()
+    loop.backward(0.5 * loss, retain_graph=True)
+    loop.backward(0.5 * loss)
     loop.step()
     loop.optimizer.zero_grad()
 
