@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.core.jobs import shared_environment
 from lightning_pipesync.launch.devices import VARIABLE, share_devices
-from lightning_pipesync.launch.launcher import Launcher
+from lightning_pipesync.launch.launcher import Launcher, say
 from lightning_pipesync.launch.lighthouse import Lighthouse
 
 #: What another launcher has set, which a replica must not take for its own.
@@ -89,6 +89,8 @@ class Launch:
             for replica, devices in enumerate(shares, start=first):
                 own = {NAME: str(replica)} | ({} if devices is None else {VARIABLE: devices})
                 launcher.add(replica, self._words(), shared | own)
+            numbers = f"replica {first}" if len(shares) == 1 else f"replicas {first} to {first + len(shares) - 1}"
+            say(f"starts {numbers}, with the lighthouse {address}.")
             return launcher.run()
 
     def _words(self) -> list[str]:

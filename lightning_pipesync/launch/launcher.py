@@ -53,9 +53,9 @@ class Launcher:
             except OSError as error:
                 raise ValueError(f"--log_dir {self._log_dir}: {error}.") from error
         name = f"replica {number}"
-        output, say = partial(_show, f"[{name}] ", log), partial(_say, log)
+        output = partial(_show, f"[{name}] ", log)
         restarts = self._max_restarts, self._backoff_s, self._is_alone
-        self._replicas.append(Replica(name, words, environment, output, say, *restarts))
+        self._replicas.append(Replica(name, words, environment, output, partial(say, log=log), *restarts))
 
     def run(self) -> int:
         """Returns the exit status: that of the replica that failed first, 128 + n after signal n, else 0."""
@@ -65,7 +65,7 @@ class Launcher:
             return 128 + self._signal
         if not self._failed:
             return 0
-        _say(None, self._failed[0].failure)
+        say(self._failed[0].failure)
         return self._failed[0].status
 
     async def _run(self) -> None:
@@ -104,7 +104,8 @@ def _show(prefix: str, log: TextIO | None, line: str, is_error: bool) -> None:
         _write(log, line)
 
 
-def _say(log: TextIO | None, what: str) -> None:
+def say(what: str, log: TextIO | None = None) -> None:
+    """Tells whoever has started the replicas, and a replica's log."""
     for file in filter(None, (sys.stderr, log)):
         _write(file, f"pipesync launch: {what}")
 

@@ -102,9 +102,11 @@ def launch(*words: object) -> int:
 
 
 def outputs(capfd: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
-    """Returns the lines of both outputs, without those of torchft's log, which another test may have begun."""
+    """Returns the lines of both outputs: after the launcher's first one, and without those of torchft's log."""
     said = capfd.readouterr()
-    return said.out.splitlines(), [line for line in said.err.splitlines() if "[torchft" not in line]
+    first, *err = [line for line in said.err.splitlines() if "[torchft" not in line]
+    assert first.startswith("pipesync launch: starts replica")
+    return said.out.splitlines(), err
 
 
 def test_what_a_replica_is_given(
@@ -142,7 +144,9 @@ def test_a_module_is_run_as_python_does(
     script("print(sys.argv[1:])")
     monkeypatch.chdir(tmp_path)
     assert launch("--replicas", 1, "--lighthouse", "[::1]:29510", "-m", "train", "a") == 0
-    assert capfd.readouterr().out == "[replica 0] ['a']\n"
+    said = capfd.readouterr()
+    assert said.out == "[replica 0] ['a']\n"
+    assert said.err == "pipesync launch: starts replica 0, with the lighthouse [::1]:29510.\n"
 
 
 def test_a_replica_that_dies_is_started_again(script: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
