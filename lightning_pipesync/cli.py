@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import takewhile
 from pkgutil import resolve_name
 from typing import Any
 
@@ -74,12 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # for the user's modules: a console script begins without it
     if arguments is None:
         arguments = sys.argv[1:]
-        emulates = arguments[:1] == ["netlab"] or any(word.partition("=")[0] == "--rate" for word in arguments)
-        if emulates and "RANK" not in os.environ:  # a launcher's ranks would lose the network of their hosts
+        if emulates(arguments) and "RANK" not in os.environ:  # a launcher's ranks would lose their hosts' network
             from lightning_pipesync.lab.netlab.user_namespace import enter_user_namespace
 
             enter_user_namespace()
     return exit_status(lambda: _run(list(arguments)))
+
+
+def emulates(words: Sequence[str]) -> bool:
+    """Returns whether a command emulates a network. Options of the user's own script do not count."""
+    while words and words[0].startswith("--import"):
+        words = words[1 if "=" in words[0] else 2 :]
+    subcommand = next(iter(words), "")
+    options = {word.partition("=")[0] for word in takewhile(lambda word: word != "--", words)}
+    measures = subcommand in ("plan", "bench") and "--from" not in options
+    return subcommand == "netlab" or (measures and "--rate" in options)
 
 
 def _run(words: list[str]) -> int | None:

@@ -158,7 +158,8 @@ class StepReportMixin(ChecksOverrides, _Base):
     def _compare_with_plan(self, trainer: Trainer, seconds: float) -> None:
         """Warns if a batch takes longer than was planned for the method, with the settings that are most alike."""
         strategy: Any = trainer.strategy
-        method, config = getattr(strategy, "name", "ddp"), getattr(strategy, "config", None)
+        trained_by = "ddp" if isinstance(trainer.model, DistributedDataParallel) else type(strategy).__name__
+        method, config = getattr(strategy, "name", trained_by), getattr(strategy, "config", None)
         planned = [prediction for prediction in self._predictions if prediction["method"] == method]
         if not planned:
             return

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from lightning_pipesync.lab.bench.job_sockets import address_of_this_host
 _SIOCGIFADDR = 0x8915
 
 LOOPBACK = "lo"
+#: Of an address that is not the first of any interface.
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,11 @@ class HostFacts:
     @property
     def other_interface(self) -> str:
         """What to do if Gloo uses another interface."""
+        leads = self.interface if self.interface != UNKNOWN else f"that with the address {self.address}"
+        chosen = f"={self.interface}" if self.interface != UNKNOWN else " to its name"
         return (
-            f"{self.name}: Gloo uses the interface {self.backend_interface}, but {self.interface} leads to the other "
-            f"hosts. Set GLOO_SOCKET_IFNAME={self.interface} there."
+            f"{self.name}: Gloo uses the interface {self.backend_interface}, but {leads} leads to the other hosts. Set "
+            f"GLOO_SOCKET_IFNAME{chosen} there."
         )
 
 
@@ -72,7 +77,7 @@ def exchange_facts(store: dist.Store, rank: int, world_size: int) -> list[HostFa
 def facts_of_this_host(rank: int) -> HostFacts:
     """Returns the facts of this process, a rank."""
     addresses, address = dict(_addresses()), address_of_this_host()
-    interface = next((name for name, found in addresses.items() if found == address), "unknown")
+    interface = next((name for name, found in addresses.items() if found == address), UNKNOWN)
     mtu = None
     with suppress(OSError, ValueError):
         mtu = int(Path(f"/sys/class/net/{interface}/mtu").read_text())
@@ -93,11 +98,12 @@ def facts_of_this_host(rank: int) -> HostFacts:
 
 def findings(facts: Sequence[HostFacts]) -> list[str]:
     """Returns what is wrong, one sentence each, with the host, the value and the way out."""
-    found = [host.other_interface for host in facts if host.backend_interface != host.interface]
+    known = [host for host in facts if host.interface != UNKNOWN]
+    found = [host.other_interface for host in known if host.backend_interface != host.interface]
     found += [
         f"{host.name}: NCCL_SOCKET_IFNAME={host.nccl_interfaces} excludes {host.interface}, which leads to the other "
         f"hosts. Set NCCL_SOCKET_IFNAME={host.interface} there, unless NCCL has another network."
-        for host in facts
+        for host in known
         if not _nccl_takes(host.nccl_interfaces, host.interface)
     ]
     found += _unlike(facts, "an MTU of", lambda host: str(host.mtu), "Set the same on all hosts and switches.")
@@ -135,13 +141,19 @@ def _nccl_takes(chosen: str, interface: str) -> bool:
 
 
 def _backend_interface(addresses: dict[str, str]) -> str:
-    """Returns the interface that Gloo uses: the first of its variable, or that of the host's name."""
+    """Returns the interface that Gloo uses: the first of its variable, or that of the host's name.
+
+    Debian and Ubuntu give the name an address of the loopback, 127.0.1.1. Without any Gloo takes the loopback, too.
+    """
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME", ""):
         return chosen.split(",")[0]
-    with suppress(OSError):
+    try:
         address = socket.gethostbyname(socket.gethostname())
-        return next((name for name, found in addresses.items() if found == address), f"of {address}")
-    return "unknown"
+    except OSError:
+        return LOOPBACK
+    if ip_address(address).is_loopback:
+        return LOOPBACK
+    return next((name for name, found in addresses.items() if found == address), f"of {address}")
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

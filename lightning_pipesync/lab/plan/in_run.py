@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -54,8 +55,8 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to record; ValueError if there is one rank only, or a strategy other than DDP."""
-        name = getattr(trainer.strategy, "name", "ddp")
-        if trainer.world_size < 2 or not dist.is_initialized() or name != "ddp":
+        is_ddp = isinstance(trainer.model, DistributedDataParallel)
+        if trainer.world_size < 2 or not dist.is_initialized() or not is_ddp:
             raise ValueError(
                 f"PlanCallback plans for several ranks in DDP, and this Trainer has {trainer.world_size} and "
                 f"{type(trainer.strategy).__name__}: set Trainer(strategy='ddp', devices=..., num_nodes=...)."

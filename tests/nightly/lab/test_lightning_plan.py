@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync import DeARStrategy, PlanCallback, StepReport
@@ -45,14 +47,25 @@ def fit_both(folder: Path) -> tuple[Tensor, Tensor, str]:
     return planned, plain, as_markdown(*read_plan(folder / "plan.json"))
 
 
+class Sharded(Classifier):
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh)  # type: ignore[arg-type]
+
+
 def refusals(folder: Path) -> list[Any]:
-    def fit_on(strategy: Any, callback: Any) -> Any:
-        return raised(lambda: trainer(strategy, 2, folder, callbacks=[callback]).fit(Classifier(), train_loader()))
+    def fit_on(strategy: Any, callback: Any, model: type[Classifier] = Classifier) -> Any:
+        return raised(lambda: trainer(strategy, 2, folder, callbacks=[callback]).fit(model(), train_loader()))
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         too_short = fit_on("ddp", PlanCallback(folder, num_steps=1000))
-    return [fit_on(DeARStrategy(), PlanCallback(folder)), too_short, [str(one.message) for one in said]]
+        (plan := folder / os.environ["RANK"]).mkdir(parents=True)
+        predictions = [{"method": "ddp", "settings": {}, "seconds": 1e-9}]
+        (plan / "plan.json").write_text(json.dumps({"results": [{"predictions": predictions}]}))
+        sharded = fit_on(ModelParallelStrategy(), StepReport(plan / "plan.json", every_n_batches=2), Sharded)
+    refused = [fit_on(DeARStrategy(), PlanCallback(folder))]
+    refused += [fit_on(ModelParallelStrategy(), PlanCallback(folder), Sharded)]
+    return [refused, [too_short, sharded], [str(one.message) for one in said]]
 
 
 def test_a_run_makes_its_own_plan_and_goes_on(trained: Outcomes, folder: Path) -> None:
@@ -71,10 +84,12 @@ def test_where_no_plan_is_made(trained: Outcomes, folder: Path) -> None:
     with pytest.raises(ValueError, match="num_steps must be positive"):
         PlanCallback(num_steps=0)
     told: list[bool] = []
-    for strategy, too_short, said in trained["refused"]:
-        assert "PlanCallback plans for several ranks in DDP, and this Trainer has 2 and DeARStrategy" in strategy[1]
-        assert too_short is None
+    for refused, trains, said in trained["refused"]:
+        for strategy, of in zip(refused, ("DeARStrategy", "ModelParallelStrategy"), strict=True):
+            assert f"PlanCallback plans for several ranks in DDP, and this Trainer has 2 and {of}" in strategy[1]
+        assert trains == [None, None]
         told.append(any("no plan was made" in text for text in said))
+        assert not any("was planned" in text for text in said), "a sharded model is not DDP's"
     assert told == [True, False]
     assert not (folder / "refused" / "plan.json").exists()
 

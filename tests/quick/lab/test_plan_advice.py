@@ -15,7 +15,7 @@ from lightning_pipesync.cli import main
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench import preflight
-from lightning_pipesync.lab.bench.preflight import HostFacts, exchange_facts, findings
+from lightning_pipesync.lab.bench.preflight import HostFacts, exchange_facts, facts_of_this_host, findings
 from lightning_pipesync.lab.plan import links as plan_links
 from lightning_pipesync.lab.plan.links import Links, outliers, partners, several_connections
 from lightning_pipesync.lab.plan.picture import draw
@@ -267,8 +267,31 @@ def test_an_interface_that_reaches_nobody_is_refused_before_anybody_waits(monkey
     monkeypatch.setattr(preflight, "facts_of_this_host", facts)
     with pytest.raises(ValueError, match=r"rank 1 \(node1, 10.0.0.1\): Gloo uses .* lo, .* Set GLOO_SOCKET_IFNAME=e"):
         exchange_facts(store, 0, 2)
+    store.set("pipesync/facts/1", json.dumps(asdict(facts(1, backend_interface="lo", interface="unknown"))))
+    with pytest.raises(ValueError, match=r"with the address 10.0.0.1 leads .* GLOO_SOCKET_IFNAME to its name there"):
+        exchange_facts(store, 0, 2)
     store.set("pipesync/facts/1", json.dumps(asdict(facts(1))))
     assert exchange_facts(store, 0, 2) == [facts(0), facts(1)]
+
+
+@pytest.mark.parametrize(
+    ("named", "interface"),
+    [("127.0.1.1", "lo"), (OSError("unknown host"), "lo"), ("10.9.8.7", "of 10.9.8.7"), ("10.0.0.1", "eth0")],
+)
+def test_the_interface_of_gloo_is_that_of_the_host_s_name(named: Any, interface: str) -> None:
+    """Debian and Ubuntu name the host in /etc/hosts, with an address that other hosts do not reach."""
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.1"}
+    with (
+        patch.dict("os.environ", clear=True),
+        patch("socket.gethostbyname", side_effect=[named]),
+        patch.object(preflight, "_addresses", return_value=addresses.items()),
+        patch.object(preflight, "address_of_this_host", return_value="10.0.0.1"),
+    ):
+        assert facts_of_this_host(0).backend_interface == interface
+
+
+def test_an_interface_that_is_not_known_is_not_advised() -> None:
+    assert findings([facts(0), facts(1, interface="unknown", nccl_interfaces="eth1")]) == []
 
 
 @pytest.mark.parametrize(("several", "found"), [(1.2e9, 0), (2e9, 1)])

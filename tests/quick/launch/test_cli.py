@@ -9,7 +9,7 @@ import pytest
 
 import lightning_pipesync
 from lightning_pipesync import PlanCallback
-from lightning_pipesync.cli import main
+from lightning_pipesync.cli import emulates, main
 from lightning_pipesync.lab.bench import benchmark
 
 
@@ -30,6 +30,24 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_subcommand_that_is_meant(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert f"pipesync: error: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("netlab --hosts 2 -- true", True),
+        ("--import mine plan --rate 1gbit", True),
+        ("--import=mine bench step --rate=1gbit", True),
+        ("plan --from plan.json --rate 25gbit", False),
+        ("launch --replicas 4 train.py --rate 0.1", False),
+        ("bench step -- train.py --rate 0.1", False),
+        ("plan --hosts 2", False),
+        ("", False),
+    ],
+)
+def test_only_what_emulates_a_network_leaves_that_of_the_machine(command: str, expected: bool) -> None:
+    """An option of the user's own script may have any name."""
+    assert emulates(command.split()) == expected
 
 
 COMMANDS = ("", "plan", "netlab", "drill", "launch", "lighthouse", "bench", "bench step", "bench converge")
