@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from lightning_pipesync.lab import netlab
 from lightning_pipesync.lab.bench.worker import PROGRESS, Measure, run_rank, words_for
 from lightning_pipesync.lab.netlab.options import LinkOptions
+from lightning_pipesync.lab.netlab.processes import raising_signals
 
 #: The number of lines of output that an error message quotes.
 QUOTED = 20
@@ -112,18 +113,20 @@ def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], 
 
     readers = [threading.Thread(target=read, args=(rank,)) for rank in range(num_ranks)]
     try:
-        for reader in readers:
-            reader.start()
-        while all(process.poll() is None for process in ranks):
-            time.sleep(0.1)
-        deadline = time.monotonic() + GRACE_S
-        for process in ranks:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            process.kill()
-        for reader in readers:
-            reader.join()
+        with raising_signals():
+            for reader in readers:
+                reader.start()
+            while all(process.poll() is None for process in ranks):
+                time.sleep(0.1)
+            deadline = time.monotonic() + GRACE_S
+            for process in ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                process.kill()
+            for reader in readers:
+                reader.join()
         return next((status for process in ranks if (status := process.wait())), 0)
     finally:
         for process in ranks:
             process.kill()
+            process.wait()

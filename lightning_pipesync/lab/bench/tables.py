@@ -120,10 +120,14 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Returns the commit of the source, with a plus if there are changes; None outside a repository."""
-    describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    """Returns the commit of the source, with a plus if there are changes; None if no repository has it."""
+
+    def git(*words: str) -> str:
+        found = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+
     try:
-        commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # the repository around a virtual environment has not
+        return git("describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip()

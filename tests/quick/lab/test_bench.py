@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from lightning_pipesync.lab.bench.step import Step
 from lightning_pipesync.lab.bench.tables import show, table
 from tests.support.bench_runs import assert_pictures, result_of
 from tests.support.case_table import launch_cases
+from tests.support.commands import environment
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
@@ -170,3 +173,20 @@ def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:
     script = "import os, socket; socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])))"
     assert job._run_here([sys.executable, "-S", "-c", script], 1, lambda _, line: lines.append(line)) == 1
     assert "Address already in use" in lines[-1]
+
+
+def test_a_benchmark_that_is_ended_leaves_no_ranks(tmp_path: Path) -> None:
+    """Otherwise those of ``timeout 600 pipesync bench``, or of a job beyond its limit, disturb what comes next."""
+    rank = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    script = f"""
+import sys
+from lightning_pipesync.lab.bench.job import _run_here
+_run_here([sys.executable, "-S", "-c", {rank!r}], 2, lambda rank, line: print(line, end="", flush=True))
+"""
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not any(Path(f"/proc/{rank}/cmdline").exists() for rank in ranks)
