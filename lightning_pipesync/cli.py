@@ -72,7 +72,7 @@ EPILOG = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``pipesync ARGUMENTS`` and returns the exit status; 2 for what the user got wrong."""
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # for the user's modules: a console script begins without it
+        sys.path.append(os.getcwd())  # for the user's modules, last: a yaml.py among them is not what libraries import
     if arguments is None:
         arguments = sys.argv[1:]
         if emulates(arguments) and "RANK" not in os.environ:  # a launcher's ranks would lose their hosts' network

@@ -60,9 +60,9 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     _start: tuple[int, int] = (0, 0)
     _checkpoint_step: int | None = None
     _job_watch: PeerWatch | None = None
-    _until_teardown = ExitStack()
 
     def __init__(self, **arguments: Any) -> None:
+        self._until_teardown = ExitStack()
         settings = settings_in(arguments)
         self.config = make_config(self.name, settings)
         for name, instead in self.config.set_by_trainer.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,20 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"pipesync {lightning_pipesync.__version__}\n"
+
+
+def test_modules_of_the_user_s_folder_do_not_hide_those_of_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "yaml.py").write_text("raise RuntimeError('of the user')")
+    (tmp_path / "of_user.py").write_text("raise ImportError('found')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "yaml", raising=False)
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    assert main(["--import", "of_user", "plan"]) == 2
+    assert "--import of_user: ImportError: found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
