@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from typing_extensions import override
@@ -21,8 +22,13 @@ class WatchedAccelerator(ChecksOverrides, Accelerator):
     _job_watch: PeerWatch | None = None
 
     def _watch_job(self, timeout_s: float) -> None:
-        """Starts to watch all ranks; a collective call."""
+        """Starts to watch all ranks; a collective call. RuntimeError if there is no process group any more."""
         if self.num_processes > 1:
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    "There is no process group any more: another Accelerator's end_training() has destroyed it, so "
+                    "that this process cannot train again. Between two trainings call accelerator.free_memory()."
+                )
             self._job_watch = watch_job(timedelta(seconds=timeout_s))
 
     def naming_ranks(self) -> AbstractContextManager[None]:

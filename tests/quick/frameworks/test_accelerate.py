@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_pipesync.accelerate import PipeSyncAccelerator
 from tests.support.accelerate_runs import accelerator_of, steps, train
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_refused, raised
@@ -32,8 +33,8 @@ def interchange(folder: Path) -> dict[str, Any]:
     }
 
 
-def end_with_own_weights(folder: Path) -> Tensor:
-    """Saves without the replicas, and ends: then each process has its model alone."""
+def end_with_own_weights(folder: Path) -> tuple[Tensor, Any]:
+    """Saves without the replicas, and ends: then each process has its model alone. It cannot begin anew."""
     accelerator = accelerator_of("selsync", delta=1e9, checkpoint_replicas=False)
     model = Classifier()
     network, optimizer = accelerator.prepare(model.model, OPTIMIZERS["sgd"](model.model))
@@ -44,7 +45,7 @@ def end_with_own_weights(folder: Path) -> Tensor:
         if step == 2:
             accelerator.save_state(str(folder))
     accelerator.end_training()
-    return model.weights()
+    return model.weights(), raised(lambda: PipeSyncAccelerator(accelerator.pipesync))
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,9 @@ def test_checkpoints_are_accelerates_own(trained: Outcomes, folder: Path) -> Non
 
 
 def test_the_end_consolidates_and_replicas_may_be_left_out(trained: Outcomes, folder: Path) -> None:
-    assert torch.equal(*trained["end"])
+    (first, error), (second, _) = trained["end"]
+    assert torch.equal(first, second)
+    assert "has destroyed it" in error[1]
+    assert "call accelerator.free_memory()" in error[1]
     assert (folder / "end" / "model.safetensors").exists()
     assert not list((folder / "end").glob("pipesync_*"))
