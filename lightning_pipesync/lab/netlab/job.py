@@ -24,6 +24,7 @@ from lightning_pipesync.lab.netlab.processes import deferred_signals
 Output = Callable[[int, str], object]
 #: The exit status of a job that was ended after its timeout, the same as of ``timeout``.
 TIMED_OUT = 124
+_NO_FORWARDER = "The forwarder of the network's packets has ended, and with it the job: make a new network."
 #: Seconds that processes get between SIGTERM and SIGKILL.
 _GRACE_S = 3.0
 #: The seconds of one cycle of running and stopping of a host with a slow CPU.
@@ -125,6 +126,8 @@ class _Job:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         if self._network.forwarder is not None:  # Without it, hosts would wait for each other for ever.
+            if self._network.forwarder.poll() is not None:
+                raise RuntimeError(_NO_FORWARDER)
             self._forwarder = os.pidfd_open(self._network.forwarder.pid)
             self._events.register(self._forwarder, selectors.EVENT_READ)
         for number in range(self._network.hosts):
@@ -209,9 +212,7 @@ class _Job:
             if key.fd == self._forwarder:
                 self._events.unregister(key.fd)
                 if not self._ending:
-                    raise RuntimeError(
-                        "The forwarder of the network's packets has ended, and with it the job: make a new network."
-                    )
+                    raise RuntimeError(_NO_FORWARDER)
                 continue
             host: _Host = key.data
             if key.fd == host.pipe:

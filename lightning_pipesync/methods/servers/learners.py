@@ -55,6 +55,7 @@ class Learner:
         self.outer: Optimizer | None = None  # runs on the servers in place of the user's; None: there is none
         self._router, self._rank, self._buckets, self._optimizers = router, rank, buckets, optimizers
         self._user_steps, self._config = user_steps, config
+        self.after_fetch: Callable[[], None] = lambda: None  # called when the parameters have newer weights
 
     def step(self, index: int, update: Callable[[], T] | None) -> T | None:
         stepped, result = self._user_steps.update_by_method(index, update, evaluate=self._evaluate)
@@ -140,6 +141,7 @@ class Learner:
         if self._receive() or self.moves_weights:
             for bucket in self._buckets:
                 bucket.unpack()
+            self.after_fetch()
 
     def _receive(self) -> bool:
         """Waits for the requested weights, and copies them into the buckets; returns whether they are new."""

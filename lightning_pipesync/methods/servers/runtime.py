@@ -95,6 +95,7 @@ class ParameterServer(SyncMethod):
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
+        self._learner.after_fetch = self._note_weights
         self._weights_loaded = False
         self._loaded_optimizers: list[Optimizer] = []
         self._hooks = self._learner.hook(self._module, parameters, lambda: self.syncing)
@@ -156,7 +157,8 @@ class ParameterServer(SyncMethod):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Does nothing: the gradient is pushed when the optimizer steps."""
+        """Has the servers read what was written within a closure: the gradient is pushed when the optimizer steps."""
+        self._take_changes()
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Returns whether the step is skipped, with a loss scaler and where all ranks take it together."""
@@ -177,9 +179,7 @@ class ParameterServer(SyncMethod):
                 "Parameters were added to an optimizer after parameter servers had begun to train: give it all of them "
                 "from the beginning, frozen ones, too."
             )
-        self._take_written()
-        if self._loaded:
-            self._reload()
+        self._take_changes()
         if self.flushed:
             self._learner.begin_from_flushed()
         result = self._learner.step(index, update)
@@ -248,9 +248,7 @@ class ParameterServer(SyncMethod):
         With ``policy="easgd"`` :meth:`resume` restores this rank's replica.
         """
         self._router.check()
-        self._take_written()
-        if self._loaded:
-            self._reload()
+        self._take_changes()
         if not self.flushed:
             self._learner.keep_replica()
         buffers = self._shared_tensors()
@@ -276,6 +274,12 @@ class ParameterServer(SyncMethod):
             self._take_written()
             self._learner.restore_replica()
         self.flushed = False
+
+    def _take_changes(self) -> None:
+        """Makes the servers read what was written to the weights, or loaded, since they sent them."""
+        self._take_written()
+        if self._loaded:
+            self._reload()
 
     def _note_weights(self) -> None:
         self._versions = versions_of([tensor for _, tensor in self._served])

@@ -242,6 +242,7 @@ def test_a_forwarder_that_ends_ends_the_job(nothing_left: None) -> None:
         assert forwarder.poll() is None, "a host that fails leaves it alone"
         with pytest.raises(RuntimeError, match="forwarder of the network's packets has ended"):
             run_job(network, shell("echo x; sleep 1000"), output=lambda host, line: forwarder.kill())
+        forwarder.wait()
         with pytest.raises(RuntimeError, match="forwarder of the network's packets has ended"):
             run_job(network, shell("sleep 1000"))
     assert forwarder.poll() == -signal.SIGKILL
