@@ -139,6 +139,7 @@ class Ranks:
         init: bool = True,
         may_die: tuple[int, ...] = (),
         group_timeout_s: float = 60,
+        mostly_wait: bool = False,
     ) -> list[Any]:
         """Calls a function on as many ranks, see :func:`launch`; starts those that there are not."""
         for rank in range(len(self._ranks), world_size):
@@ -150,7 +151,7 @@ class Ranks:
         self._calls += 1
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
         store = self._folder / f"store {self._calls}" if init else None
-        with slots(world_size):
+        with slots(1 if mostly_wait else world_size):
             deadline = time.monotonic() + timeout_s
             message = (function, args, deadline, address, store, group_timeout_s)
             return self._ask(message, world_size, deadline, may_die)
@@ -205,6 +206,7 @@ def launch(
     may_die: tuple[int, ...] = (),
     group_timeout_s: float = 60,
     spawn: bool = False,
+    mostly_wait: bool = False,
 ) -> list[Any]:
     """Calls ``function(*args)`` on ``world_size`` new processes and returns what each returned.
 
@@ -215,15 +217,15 @@ def launch(
         may_die: ranks that the test kills; their outcome is ``DIED``.
         group_timeout_s: timeout of the default process group.
         spawn: start the processes anew: one that is forked cannot use CUDA once its parent has asked for devices.
+        mostly_wait: they compute so little that all together count as one rank among those of other workers.
 
     Raises:
         AssertionError: a rank raised, died, or did not return in time. The message holds tracebacks and stacks.
     """
     ranks = Ranks(spawn)
     try:
-        return ranks.call(
-            function, world_size, args, timeout_s, init=init, may_die=may_die, group_timeout_s=group_timeout_s
-        )
+        how = {"init": init, "may_die": may_die, "group_timeout_s": group_timeout_s, "mostly_wait": mostly_wait}
+        return ranks.call(function, world_size, args, timeout_s, **how)
     finally:  # also after Ctrl-C
         ranks.end()
 

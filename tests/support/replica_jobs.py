@@ -102,7 +102,8 @@ def launch_replicas(
     with lighthouse() as address:
         ports = [free_port() for _ in range(replicas)] if ranks_per_replica > 1 else []
         number, processes = num_replicas or replicas, replicas * ranks_per_replica
-        return launch(_run, processes, function, address, number, ports, args, init=False, **settings)
+        given = function, address, number, ports, args
+        return launch(_run, processes, *given, init=False, mostly_wait=True, **settings)
 
 
 def wait_for(path: Path) -> None:
@@ -285,7 +286,8 @@ def run(jobs: dict[str, Job], folder: Path) -> dict[str, list[Any]]:
         may_die = tuple(index for index, (name, number) in enumerate(places) if number in wave[name].fates)
         with ExitStack() as stack:
             addresses = [stack.enter_context(lighthouse()) for _ in wave]
-            found = launch(train, len(places), wave, addresses, folder, init=False, may_die=may_die)
+            given = len(places), wave, addresses, folder
+            found = launch(train, *given, init=False, may_die=may_die, mostly_wait=True)
         outcomes |= {name: [found.pop(0) for _ in job.names] for name, job in wave.items()}
     problems = {name: raised(partial(check, job, outcomes[name])) for name, job in jobs.items()}
     problems = {name: problem for name, problem in problems.items() if problem is not None}

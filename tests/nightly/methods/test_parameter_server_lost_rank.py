@@ -96,7 +96,7 @@ def test_the_others_continue_without_a_rank_that_dies(settings: dict[str, Any], 
 
     Where each shard has its own order, a gradient that only one server has is used by that one.
     """
-    *others, lost = launch(train, 4, settings, "dies", tmp_path, may_die=(3,))
+    *others, lost = launch(train, 4, settings, "dies", tmp_path, may_die=(3,), mostly_wait=True)
     assert lost == DIED
     assert_weights([outcome["weights"] for outcome in others], others[0]["weights"])
     (said,) = (text for outcome in others for text in outcome["said"] if "Lost rank 3" in text)
@@ -241,7 +241,7 @@ def lose_one_after_the_other(folder: Path) -> Any:
 
 def test_each_loss_names_the_lost_rank(tmp_path: Path) -> None:
     """That of the server, too, without which all raise."""
-    _, last, *_ = launch(lose_one_after_the_other, 4, tmp_path, may_die=(0, 2, 3))
+    _, last, *_ = launch(lose_one_after_the_other, 4, tmp_path, may_die=(0, 2, 3), mostly_wait=True)
     for lost in (3, 2):
         said = (tmp_path / str(lost)).read_text()
         assert said.startswith(f"Lost rank {lost} after 0 updates: ")
@@ -271,11 +271,11 @@ def lose_learners(lost: tuple[int, ...], settings: dict[str, Any]) -> Any:
 
 def test_a_dedicated_server_names_lost_learners() -> None:
     """If it may not continue, or nobody is left."""
-    *others, dead = launch(lose_learners, 3, (2,), {"on_lost_rank": "raise"}, may_die=(2,))
+    *others, dead = launch(lose_learners, 3, (2,), {"on_lost_rank": "raise"}, may_die=(2,), mostly_wait=True)
     assert dead == DIED
     for outcome in others:
         assert_raised(outcome, "RuntimeError", "Rank 2 (host ")
-    outcome, *_ = launch(lose_learners, 3, (1, 2), {}, may_die=(1, 2))
+    outcome, *_ = launch(lose_learners, 3, (1, 2), {}, may_die=(1, 2), mostly_wait=True)
     assert_raised(outcome, "RuntimeError", "is at fault")
 
 

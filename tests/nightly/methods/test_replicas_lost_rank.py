@@ -95,7 +95,7 @@ def differing(one: Any, other: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_state_is_the_one_before_the_average_that_is_lost(name: str) -> None:
-    outcomes = launch(train_until_lost, CASES[name][2], name, may_die=(VICTIM,))
+    outcomes = launch(train_until_lost, CASES[name][2], name, may_die=(VICTIM,), mostly_wait=True)
     assert outcomes.pop(VICTIM) == DIED
     agreed = []
     for found in outcomes:
