@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -108,6 +109,32 @@ def load(name: str, what: str, at: int) -> Outcome:
     return outcome
 
 
+def hooks_on(run: Run) -> list[str]:
+    """Returns where hooks are: on modules, parameters, the optimizer, or all optimizers."""
+    places: dict[str, Any] = {"all optimizers": torch_optimizer, "the optimizer": run.optimizer}
+    places |= {f"module {name!r}": module for name, module in run.model.named_modules()}
+    found = [f"{place}: {kind}" for place, one in places.items() for kind, v in vars(one).items() if is_hooks(kind, v)]
+    for name, parameter in run.model.named_parameters():
+        kinds = [kind for kind in dir(parameter) if "hooks" in kind and is_hooks(kind, getattr(parameter, kind))]
+        found += [f"parameter {name}: {kind}" for kind in kinds]
+    return found
+
+
+def is_hooks(name: str, value: Any) -> bool:
+    return "hooks" in name and isinstance(value, dict) and bool(value)
+
+
+def detach_in_training(name: str) -> tuple[list[str], list[str]]:
+    """Returns where hooks are while a method is attached, and after it has been detached."""
+    method, settings = METHODS[name]
+    run = Run(method, OPTIMIZERS["sgd"], **settings)
+    run.steps(range(2))
+    attached = hooks_on(run)
+    run.sync.flush()
+    run.sync.detach()
+    return attached, hooks_on(run)
+
+
 #: What is loaded, before which step, and what is said to differ: at the first step, or at the next flush.
 LOADED: list[tuple[str, int, str | None]] = [
     ("the same", 0, None),
@@ -123,6 +150,7 @@ LOADED: list[tuple[str, int, str | None]] = [
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     cases: dict[Any, Any] = {name: partial(attach_differently, name) for name in METHODS}
+    cases |= {(name, "detached"): partial(detach_in_training, name) for name in METHODS}
     cases |= {(name, what, at): partial(load, name, what, at) for name in SAME_WEIGHTS for what, at, _ in LOADED}
     return launch_cases(cases, 2)
 
@@ -149,3 +177,10 @@ def test_what_ranks_load_differently_is_noticed(what: str, at: int, differs: str
             else:
                 assert_refused({f"The ranks differ in {differs}": outcome})
                 assert "Load the same on all ranks" in outcome[1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_leaves_no_hook_behind(name: str, outcomes: Outcomes) -> None:
+    for attached, detached in outcomes[name, "detached"]:
+        assert {place.partition(" ")[0] for place in attached} >= {"all", "the"}
+        assert detached == []
