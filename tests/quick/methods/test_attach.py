@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_refused, raised
-from tests.support.models import OPTIMIZERS, Run, loss, seeded_mlp, state
+from tests.support.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "dear": (DeAR, {}),
@@ -72,6 +72,17 @@ def attach_differently(name: str) -> dict[str, Outcome]:
             lambda model: SGD(model.parameters(), lr=torch.tensor(0.5 + 0.5 * rank))
         ),
     }
+
+
+def attach_own_weights(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights and buffers of this rank before a method is attached, and after."""
+    method, settings = METHODS[name]
+    model = seeded_mlp(seed=dist.get_rank(), batch_norm=True)
+    for buffer in model.buffers():
+        buffer += 1 + dist.get_rank()
+    before = state(model)
+    method(model, OPTIMIZERS["sgd"](model), **settings).detach()
+    return before, state(model)
 
 
 def flip_a_bit(tensor: Tensor) -> None:
@@ -150,6 +161,7 @@ LOADED: list[tuple[str, int, str | None]] = [
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     cases: dict[Any, Any] = {name: partial(attach_differently, name) for name in METHODS}
+    cases |= {(name, "own weights"): partial(attach_own_weights, name) for name in METHODS}
     cases |= {(name, "detached"): partial(detach_in_training, name) for name in METHODS}
     cases |= {(name, what, at): partial(load, name, what, at) for name in SAME_WEIGHTS for what, at, _ in LOADED}
     return launch_cases(cases, 2)
@@ -184,3 +196,13 @@ def test_a_method_leaves_no_hook_behind(name: str, outcomes: Outcomes) -> None:
     for attached, detached in outcomes[name, "detached"]:
         assert {place.partition(" ")[0] for place in attached} >= {"all", "the"}
         assert detached == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_all_ranks_begin_with_the_weights_and_buffers_of_the_first(name: str, outcomes: Outcomes) -> None:
+    (first, _), (second, _) = outcomes[name, "own weights"]
+    assert not any(
+        torch.equal(value, second[key]) for key, value in first.items() if key == "0.weight" or "running" in key
+    )
+    for _, after in outcomes[name, "own weights"]:
+        assert_same(after, first)
