@@ -84,8 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def emulates(words: Sequence[str]) -> bool:
     """Returns whether a command emulates a network. Options of the user's own script do not count."""
-    while words and words[0].startswith("--import"):
-        words = words[1 if "=" in words[0] else 2 :]
+    _, words = split_imports(words)
     subcommand = next(iter(words), "")
     options = {word.partition("=")[0] for word in takewhile(lambda word: word != "--", words)}
     measures = subcommand in ("plan", "bench") and "--from" not in options
@@ -147,15 +146,30 @@ def import_modules(words: list[str]) -> list[str]:
     Raises:
         ValueError: a module cannot be imported, or registers no method.
     """
+    modules, rest = split_imports(words)
+    for module in modules:
+        _import(module)
+    return rest
+
+
+def split_imports(words: Sequence[str]) -> tuple[list[str | None], list[str]]:
+    """Returns the modules that ``--import`` names, None without a name, and the words after these options."""
     match words:
         case ["--import"]:
-            raise ValueError("--import needs the name of a module.")
-        case ["--import", module, *rest]:
+            return [None], []
+        case ["--import", module, *others]:
             pass
-        case [option, *rest] if option.startswith("--import="):
+        case [option, *others] if option.startswith("--import="):
             module = option.removeprefix("--import=")
         case _:
-            return words
+            return [], list(words)
+    modules, rest = split_imports(others)
+    return [module, *modules], rest
+
+
+def _import(module: str | None) -> None:
+    if module is None:
+        raise ValueError("--import needs the name of a module.")
     known, is_new = set(METHODS), module not in sys.modules
     try:
         import_module(module)
@@ -163,7 +177,6 @@ def import_modules(words: list[str]) -> list[str]:
         raise ValueError(f"--import {module}: {type(error).__name__}: {error}.") from error
     if is_new and known == set(METHODS):
         raise ValueError(f"--import {module} registers no method: call lightning_pipesync.register_method in it.")
-    return import_modules(rest)
 
 
 def _imported(components: Any) -> dict[str, Any]:
