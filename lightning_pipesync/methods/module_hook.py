@@ -1,4 +1,4 @@
-"""Hooks on a module that are disabled in copies of the module."""
+"""Hooks on a module, or on optimizers, that keep nothing alive, and are disabled in copies of the module."""
 
 from __future__ import annotations
 

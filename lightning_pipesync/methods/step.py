@@ -106,6 +106,11 @@ class StepRecord:
                 f"The gradient of some rank is not finite, and this rank did not skip the step. {SCALER_RECIPE}"
             )
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether an optimizer's step is being taken."""
+        return self._stepping is not None
+
     @contextmanager
     def stepping(self, index: int) -> Iterator[None]:
         """Context manager around an optimizer's step; afterwards the optimizer accumulates again."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.module_hook import ModuleHook
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.step_calls import StepCalls
@@ -103,9 +104,7 @@ class UserSteps:
     def __init__(self, sync: StepCalls) -> None:
         self._sync = sync
         self.guards = [StepGuard(optimizer, type(sync).__name__) for optimizer in sync.optimizers]
-        self._is_updating = False
-        refuse = weakref.WeakMethod(self._refuse_stranger)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (call := refuse()) and call(optimizer))
+        hook = register_optimizer_step_pre_hook(ModuleHook(self._refuse_stranger))
         self._remove = weakref.finalize(self, hook.remove)
 
     def release(self) -> None:
@@ -113,23 +112,14 @@ class UserSteps:
         for guard in self.guards:
             guard.release()
 
-    def _refuse_stranger(self, optimizer: Optimizer) -> None:
+    def _refuse_stranger(self, optimizer: Optimizer, *_: object) -> None:
         own = self._sync.optimizers
-        if self._is_updating or any(
-            optimizer is known for known in own
-        ):  # another one within a step: what an optimizer wraps
+        # Within a step of the method it is what the user's optimizer wraps, or a wrapper of it.
+        if self._sync.record.is_stepping or any(optimizer is known for known in own):
             return
         trained = {id(parameter) for known in own for parameter in parameters_of(known)}
         if any(p.grad is not None and id(p) in trained for p in parameters_of(optimizer)):
             raise RuntimeError(not_passed(optimizer, type(self._sync).__name__))
-
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        self._is_updating = True
-        try:
-            yield
-        finally:
-            self._is_updating = False
 
     def complete_gradient(self, index: int, by_closure: bool) -> None:
         """Called before an optimizer updates the weights: raises unless the gradient is reduced and unscaled.
@@ -172,7 +162,7 @@ class UserSteps:
                 return None if is_skipped(optimizer) else optimizer_step(**kwargs)
             return optimizer_step(evaluate, **kwargs)
 
-        with self._updating(), self.guards[index].stepping(), replaced_step(optimizer, step):
+        with self.guards[index].stepping(), replaced_step(optimizer, step):
             result = step() if update is None else update()
         self._sync.record.check_unscaled(index)
         return result
@@ -206,7 +196,7 @@ class UserSteps:
                 apply(functools.partial(optimizer_step, **kwargs))
             return result
 
-        with self._updating(), replaced_step(optimizer, step):
+        with replaced_step(optimizer, step):
             result = step() if update is None else update()
         self._sync.record.check_unscaled(index)
         if stepped:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import SGD
 
 from lightning_pipesync import fabric as strategies
-from lightning_pipesync.accelerate import PipeSyncAccelerator
 from tests.support.accelerate_runs import accelerator_of, end
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.habit_runs import LOST, OF_GRADIENTS, assert_trained, refusal, run_steps
@@ -31,53 +30,49 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class AccelerateLoop(Loop):
-    def __init__(self, method: str, settings: dict[str, Any]) -> None:
-        self.accelerator: PipeSyncAccelerator = accelerator_of(method, **settings)
+class FrameworkLoop(Loop):
+    """A loop of an Accelerator or a Fabric, which prepares its model and optimizer by a call of ``prepare``."""
+
+    def __init__(self, framework: Any, prepare: Callable[..., Any]) -> None:
         model = layers()
-        prepared, optimizer = self.accelerator.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+        prepared, optimizer = prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
         super().__init__(model, optimizer)
-        self.forward = prepared
+        self.framework, self.forward = framework, prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.accelerator.backward(loss, **kwargs)
-
-    def synchronize(self) -> None:
-        self.accelerator.synchronize()
-
-    def optimizer_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def flush(self) -> None:
-        self.accelerator.consolidate()
-
-    def end(self) -> None:
-        end(self.accelerator)
+        self.framework.backward(loss, **kwargs)
 
 
-class FabricLoop(Loop):
+class AccelerateLoop(FrameworkLoop):
     def __init__(self, method: str, settings: dict[str, Any]) -> None:
-        self.fabric = Fabric(
-            accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=STRATEGIES[method](**settings)
-        )
-        self.fabric.launch()
-        model = layers()
-        prepared, optimizer = self.fabric.setup(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
-        super().__init__(model, optimizer)
-        self.forward = prepared
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.fabric.backward(loss, **kwargs)
+        accelerator = accelerator_of(method, **settings)
+        super().__init__(accelerator, accelerator.prepare)
 
     def synchronize(self) -> None:
-        self.fabric.strategy.method_of().synchronize()
+        self.framework.synchronize()
 
     def flush(self) -> None:
-        self.fabric.strategy.method_of().flush()
+        self.framework.consolidate()
 
     def end(self) -> None:
-        self.fabric.strategy.teardown()
+        end(self.framework)
+
+
+class FabricLoop(FrameworkLoop):
+    def __init__(self, method: str, settings: dict[str, Any]) -> None:
+        strategy = STRATEGIES[method](**settings)
+        fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+        fabric.launch()
+        super().__init__(fabric, fabric.setup)
+
+    def synchronize(self) -> None:
+        self.framework.strategy.method_of().synchronize()
+
+    def flush(self) -> None:
+        self.framework.strategy.method_of().flush()
+
+    def end(self) -> None:
+        self.framework.strategy.teardown()
 
 
 LOOPS: dict[str, Callable[..., AccelerateLoop | FabricLoop]] = {"accelerate": AccelerateLoop, "fabric": FabricLoop}
