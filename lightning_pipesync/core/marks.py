@@ -37,7 +37,7 @@ def written_since(versions: Sequence[Version], tensors: Sequence[Tensor], own_wr
 
     Other memory for ``tensor.data`` is a write. Values that are written through it are not seen.
     """
-    pairs = zip(versions, versions_of(tensors), strict=False)
+    pairs = zip(versions, versions_of(tensors), strict=True) if versions else ()  # asked before each forward pass
     return [
         index
         for index, ((before, place), (now, place_now)) in enumerate(pairs)
