@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tests.fuzz.layers import LAYERS
-from tests.fuzz.methods import METHODS, METHODS_OF_SHARDS, NOT_ELEMENTWISE, Check, Settings
+from tests.fuzz.methods import METHODS, METHODS_OF_SHARDS, NOT_ELEMENTWISE, PARTIAL, Check, Settings
 from tests.fuzz.optimizers import OPTIMIZERS, SCHEDULERS, Options, draw_options
 from tests.fuzz.sharding import RECOVERS, Sharding, draw_sharding
 from tests.fuzz.training import EVENTS, OF_HABITS, STEPS
@@ -164,5 +164,5 @@ def draw(method: str, seed: int, world_size: int = 2, num_shards: int | None = N
 
 def _without_late_momentum(options: Options, layers: tuple[str, ...]) -> Options:
     """PyTorch's fused SGD refuses a step in which only some parameters have a momentum, which a schedule may give."""
-    late = {"alternating", "by_replica", "by_data", "thawed"} & set(layers)
+    late = (PARTIAL - {"freezes"}) & set(layers)
     return {**options, "fused": None} if late and "momentum" in options and "fused" in options else options

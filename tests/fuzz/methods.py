@@ -57,6 +57,8 @@ class Entry:
 
 #: Seconds after which a rank that waits has failed.
 TIMEOUT_S = 30.0
+#: Layers with parameters that have no gradient in some pass of some rank.
+PARTIAL = {"alternating", "by_replica", "by_data", "thawed", "freezes"}
 
 _LOSSY = ["bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk"]
 
@@ -124,10 +126,11 @@ def _draw_dear(random: Random) -> Settings:
 
 
 def _dear_refuses(configuration: Configuration, settings: Settings) -> str:
-    two_passes = configuration.accumulate > 1 and not configuration.no_sync
+    # Where a gradient is missing, the first pass may leave no bucket complete, and send nothing.
+    sends_twice = configuration.accumulate > 1 and not configuration.no_sync and not PARTIAL & {*configuration.layers}
     if "low_rank" in settings:
-        return "low_rank=" if two_passes else ""
-    if two_passes and settings["error_feedback"] and get_codec(settings["compression"]).sparse:
+        return "low_rank=" if sends_twice else ""
+    if sends_twice and settings["error_feedback"] and get_codec(settings["compression"]).sparse:
         return "a further backward pass changes it"
     return _no_sharding(configuration) if settings["update"] == "sharded" else ""
 
