@@ -13,7 +13,7 @@ READY := $(VENV)/.ready-$(PYTHON_VERSION)
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo results test test-all test-cuda test-kernels test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
+.PHONY: demo results test test-all test-cuda rehearse-cuda test-kernels test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -55,12 +55,20 @@ test-all: lint
 test-fast: lint
 	$(BIN)/python -m pytest --fast -n 2 --dist worksteal tests/quick
 
-# What one GPU can show: two ranks share it over Gloo, and one rank uses NCCL. Elsewhere all is skipped, with the reason,
-# also where torch is a build for the CPU.
-test-cuda: $(READY)
-	$(BIN)/python -c 'import torch; print("torch", torch.__version__, "on", \
-	    torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device: all tests are skipped")'
-	$(BIN)/python -m pytest -rs tests/cuda
+# What one GPU can show, with the Python that is there: see `python3 -m tests.cuda --help`.
+test-cuda:
+	$(PYTHON) -m tests.cuda $(CUDA_ARGS)
+
+# The same without a GPU and without a network, in the versions of a machine that has one: downloads gigabytes.
+rehearse-cuda: .venv-cuda/.ready
+	WHEELS=.venv-cuda/wheels .venv-cuda/bin/python -m pytest -s tests/nightly/test_cuda_rehearsal.py
+
+.venv-cuda/.ready: tests/cuda/environment.txt tests/cuda/wheels.txt
+	$(PYTHON) -m venv --clear .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet -r tests/cuda/environment.txt
+	.venv-cuda/bin/python -m pip download --quiet --no-deps --only-binary=:all: -c constraints.txt \
+	    -r tests/cuda/wheels.txt -d .venv-cuda/wheels
+	touch $@
 
 # Which kernel a processor gets decides how products and sums round. What is bit for bit has to be so with any of them:
 # these stand for processors that are not at hand.

@@ -1,9 +1,10 @@
-"""The one CUDA device of these tests, and the ranks that share it."""
+"""The one CUDA device of these tests, and the ranks that share it. Without one, what a CPU can rehearse runs there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -13,12 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_pipesync.core.extras import is_installed
+from tests.conformance.cases import cases_of
+from tests.conformance.methods import Method
 from tests.conformance.training import Options
-from tests.support.harness import launch
+from tests.support.harness import launch, on_ranks
 
-DEVICE = torch.device("cuda", 0)
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+#: Of a rank that has the device for itself.
+BACKEND = "nccl" if ON_GPU else "gloo"
+#: What a default process group has.
+BACKENDS = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cuda = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 
 #: Cycles of a kernel that is still running when the host, which does not wait for it, has gone on: about half a second.
 LONG = 10**9
@@ -27,6 +36,24 @@ LONG = 10**9
 def sleep() -> None:
     """Enqueues a long kernel on the current stream."""
     torch.cuda._sleep(LONG)
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def no_synchronization(mode: str = "error") -> Iterator[None]:
+    """Context in which it is an error, or a warning, that the host waits for the device."""
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def recorded() -> torch.cuda.Event:
@@ -40,11 +67,22 @@ def on_device(options: Options, ranks: int) -> Options:
     return replace(options, device=DEVICE.type, ranks=ranks)
 
 
-def launch_on_device(
-    function: Callable[..., Any], world_size: int, *args: Any, init: bool = True, timeout_s: float = 600
-) -> list[Any]:
-    """Calls ``function(*args)`` on ``world_size`` ranks, all of which use the one device."""
-    return launch(partial(_use_device, function), world_size, *args, init=init, timeout_s=timeout_s, spawn=True)
+def cases_on_device(framework: str, method: Method | None) -> list[str]:
+    """Returns the names of the cases that are trained on the device; a rehearsal has one, as other tests have all."""
+    return cases_of(framework, method)[: None if ON_GPU else 1]
+
+
+def installed(settings: dict[str, Any], method: str) -> dict[str, Any]:
+    """Returns the settings; without the package that DeAR's search needs, with buckets of the same size."""
+    searches = method == "dear" and not is_installed("bayes_opt")
+    return {"fusion": "buffer", **settings} if searches else settings
+
+
+def launch_on_device(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """Calls ``function(*args)`` on ``world_size`` ranks, all of which use the one device, see :func:`launch`."""
+    if ON_GPU:
+        return launch(partial(_use_device, function), world_size, *args, spawn=True, **options)
+    return (launch if "may_die" in options else on_ranks)(function, world_size, *args, **options)
 
 
 def launch_over_nccl(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -55,8 +93,10 @@ def launch_over_nccl(function: Callable[..., Any], world_size: int, *args: Any, 
 @cache
 def why_not_over_nccl() -> str:
     """Returns why NCCL does not carry tensors between two ranks that share the device; empty if it does."""
+    if not ON_GPU:
+        return "needs a CUDA device"
     try:
-        [result, _] = launch_over_nccl(_sum_over_nccl, 2, timeout_s=120)
+        [result, _] = launch_over_nccl(_sum_over_nccl, 2, timeout_s=60)
     except AssertionError as error:  # they wait for ever, or have died
         return str(error)
     return str(result)
@@ -65,7 +105,7 @@ def why_not_over_nccl() -> str:
 def _sum_over_nccl() -> str:
     try:
         ones = torch.ones(1000, device=DEVICE)
-        dist.all_reduce(ones, group=dist.new_group(backend="nccl", timeout=timedelta(seconds=60)))
+        dist.all_reduce(ones, group=dist.new_group(backend="nccl", timeout=timedelta(seconds=30)))
         return "" if bool((ones == 2).all()) else f"a sum of ones over two ranks was {ones.unique().tolist()}"
     except RuntimeError as error:  # such as "Duplicate GPU detected"
         return str(error)

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from lightning_pipesync.core.checksum import checksum
-from tests.cuda.device import DEVICE, needs_cuda
+from tests.cuda.device import DEVICE
 
 
-@needs_cuda
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 def test_the_host_and_the_device_have_the_same_checksum(dtype: torch.dtype, offset: int) -> None:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.feedback import encode_with_feedback
-from tests.cuda.device import DEVICE, needs_cuda
+from tests.cuda.device import DEVICE, no_synchronization
 from tests.quick.core.test_codecs import SIZES, chunk_scales, encoded, every_codec, every_dtype, random, round_trip
-
-pytestmark = needs_cuda
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    """Context in which it is an error that the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_same_values(name: str, source: Tensor, decoded: Tensor, expected: Tensor) -> None:

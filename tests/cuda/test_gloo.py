@@ -1,4 +1,4 @@
-"""Every method with CUDA tensors over Gloo, on two ranks that share the device: they are sent through the host."""
+"""Every method with tensors of the device over Gloo, on two ranks that share it: they are sent through the host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from torch import nn
 
 from lightning_pipesync import EAPipe
 from lightning_pipesync.core.comm.transport import Transport
-from tests.conformance.cases import CASES, cases_of
+from tests.conformance.cases import CASES
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.table import SAVED_EVERY, assert_equal, train_twice
 from tests.conformance.training import Checkpoint, Options, flat, network
-from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, on_device
+from tests.cuda.device import DEVICE, cases_on_device, installed, launch_on_device, needs_cuda, on_device
 from tests.references.collectives import DTYPES, SIZES, rank_order_sum, values
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import raised
-
-pytestmark = needs_cuda
 
 GLOO = {"backend": "gloo"}
 #: A plain loop saves the state of the CPU's random numbers only, so that nothing is drawn.
@@ -32,7 +30,8 @@ RESUMED = on_device(Options("adamw"), ranks=2)
 @cache
 def by_ddp() -> Outcomes:
     cases = {
-        case: partial(train, "plain", None, {}, on_device(CASES[case], ranks=2)) for case in cases_of("plain", None)
+        case: partial(train, "plain", None, {}, on_device(CASES[case], ranks=2))
+        for case in cases_on_device("plain", None)
     }
     return launch_cases(cases, 2, launch=launch_on_device)
 
@@ -40,20 +39,22 @@ def by_ddp() -> Outcomes:
 @cache
 def by_method(name: str) -> Outcomes:
     method, cases = METHODS[name], {}
-    for case in cases_of("plain", method):
+    for case in cases_on_device("plain", method):
         options = on_device(CASES[case], ranks=2)
         for kind, chosen in (("exact", method.exact), ("typical", method.typical[0])):
-            cases[kind, case] = partial(train_twice, "plain", method, {**chosen, **GLOO}, options, method.pipeline)
+            cases[kind, case] = partial(
+                train_twice, "plain", method, installed({**chosen, **GLOO}, name), options, method.pipeline
+            )
     with TemporaryDirectory() as directory:
         for index, chosen in enumerate(method.typical):
-            run = partial(train, "plain", method, {**chosen, **GLOO}, RESUMED)
+            run = partial(train, "plain", method, installed({**chosen, **GLOO}, name), RESUMED)
             saved, again = (Checkpoint(Path(directory) / f"{index}{which}", SAVED_EVERY) for which in ("", ", again"))
             cases["whole", index] = partial(run, save=saved)
             cases["resumed", index] = partial(run, save=again, resume=saved.first)
         return launch_cases(cases, 2, launch=launch_on_device)
 
 
-ALL_CASES = [(name, case) for name, method in METHODS.items() for case in cases_of("plain", method)]
+ALL_CASES = [(name, case) for name, method in METHODS.items() for case in cases_on_device("plain", method)]
 
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
@@ -139,6 +140,7 @@ def pipeline_of_torch(algorithm: str) -> tuple[str, str] | None:
     )
 
 
+@needs_cuda
 @pytest.mark.parametrize("algorithm", ["gpipe", "1f1b"])
 def test_pytorchs_own_schedules_are_refused(algorithm: str) -> None:
     """They send CUDA tensors, which Gloo cannot."""

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.codecs.shards import Shards, shards_of
-from tests.cuda.device import DEVICE, needs_cuda
-from tests.cuda.test_codecs import no_synchronization
+from tests.cuda.device import DEVICE, needs_cuda, no_synchronization
 from tests.nightly.core.test_kernels import DTYPES, SHAPES, compare_shards, same_values
 from tests.quick.core.test_codecs import every_codec
 

@@ -17,17 +17,15 @@ import pytest
 import torch
 
 from lightning_pipesync.core.comm.collectives import Collectives
-from tests.conformance.cases import CASES, PAIRS, cases_of
+from tests.conformance.cases import CASES, PAIRS
 from tests.conformance.loops import run_loop
 from tests.conformance.methods import FRAMEWORKS, METHODS, Method
 from tests.conformance.pipelines import VirtualPipelineLoop
 from tests.conformance.runners import train
 from tests.conformance.table import SAVED_EVERY, assert_equal, exact_settings
 from tests.conformance.training import Checkpoint, Options, Result
-from tests.cuda.device import launch_on_device, needs_cuda, on_device
+from tests.cuda.device import cases_on_device, installed, launch_on_device, needs_cuda, on_device
 from tests.support.case_table import Outcomes, launch_cases
-
-pytestmark = needs_cuda
 
 #: The frameworks save the state of the device's random numbers, a plain loop does not.
 RESUMED = {name: on_device(Options("adamw", dropout=0.2 * (name != "plain")), ranks=1) for name in FRAMEWORKS}
@@ -41,7 +39,7 @@ class OneStageLoop(VirtualPipelineLoop):
 
 def on_one_rank(method: Method, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings; a pipeline has one stage."""
-    return {**settings, "split": ()} if method.pipeline else settings
+    return {**settings, "split": ()} if method.pipeline else installed(settings, method.name)
 
 
 def batches_of(seen: list[list[int]]) -> list[list[int]]:
@@ -70,12 +68,12 @@ def outcomes_of(framework: str) -> Outcomes:
     """Trains by DistributedDataParallel and by every method that the framework has."""
     cases: dict[Any, Any] = {
         ("ddp", case): partial(train, framework, None, {}, on_device(CASES[case], ranks=1))
-        for case in cases_of(framework, None)
+        for case in cases_on_device(framework, None)
     }
     with TemporaryDirectory() as directory:
         for method in (METHODS[name] for of, name in PAIRS if of == framework):
             settings = on_one_rank(method, exact_settings(framework, method))
-            for case in cases_of(framework, method):
+            for case in cases_on_device(framework, method):
                 options = on_device(CASES[case], ranks=1)
                 training = partial(train_also_virtually, framework, method, settings, options)
                 cases[method.name, case] = training
@@ -103,15 +101,17 @@ def assert_is_ddp(framework: str, method: Method, case: str, key: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    ("framework", "name", "case"), [(*pair, case) for pair in PAIRS for case in cases_of(pair[0], METHODS[pair[1]])]
+    ("framework", "name", "case"),
+    [(*pair, case) for pair in PAIRS for case in cases_on_device(pair[0], METHODS[pair[1]])],
 )
 def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
     """Bit for bit, and so is the loss scale; a pipeline of one stage is the one without a transport."""
     assert_is_ddp(framework, METHODS[name], case, (name, case))
 
 
+@needs_cuda
 @pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in METHODS for case in cases_of("plain", METHODS[name])]
+    ("name", "case"), [(name, case) for name in METHODS for case in cases_on_device("plain", METHODS[name])]
 )
 def test_exact_settings_are_ddp_through_nccl(name: str, case: str) -> None:
     assert_is_ddp("plain", METHODS[name], case, (name, case, "through NCCL"))

@@ -9,16 +9,21 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.core.comm.nccl import NcclExchange
-from tests.conformance.cases import CASES, cases_of
+from tests.conformance.cases import CASES
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.table import assert_equal
-from tests.cuda.device import DEVICE, launch_over_nccl, needs_cuda, on_device, why_not_over_nccl
+from tests.cuda.device import (
+    DEVICE,
+    cases_on_device,
+    installed,
+    launch_over_nccl,
+    on_device,
+    why_not_over_nccl,
+)
 from tests.cuda.test_gloo import by_ddp
 from tests.quick.core.test_nccl import exchange_all_kinds
 from tests.support.case_table import Outcomes, launch_cases
-
-pytestmark = needs_cuda
 
 NAMES = [name for name in METHODS if name not in ("parameter_server", "ea_pipe")]  # which use Gloo alone
 
@@ -44,14 +49,16 @@ def test_the_exchange_makes_what_gloo_makes(sums_wide: bool) -> None:
 def by_method(name: str) -> Outcomes:
     method = METHODS[name]
     cases = {}
-    for case in cases_of("plain", method):
+    for case in cases_on_device("plain", method):
         options = on_device(CASES[case], ranks=2)
         for kind, settings in (("exact", method.exact), ("typical", method.typical[0])):
-            cases[kind, case] = partial(train, "plain", method, {**settings, "backend": "nccl"}, options)
+            cases[kind, case] = partial(
+                train, "plain", method, installed({**settings, "backend": "nccl"}, name), options
+            )
     return launch_cases(cases, 2, launch=launch_over_nccl)
 
 
-ALL_CASES = [(name, case) for name in NAMES for case in cases_of("plain", METHODS[name])]
+ALL_CASES = [(name, case) for name in NAMES for case in cases_on_device("plain", METHODS[name])]
 
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)

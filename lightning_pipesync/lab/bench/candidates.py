@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -107,10 +108,11 @@ def compared() -> tuple[str, ...]:
     return ("ddp", "fsdp2", "zero", *(name for name in METHODS if lab_of(name).compared_by_step))
 
 
-def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[MakeCandidate]:
+def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any) -> list[MakeCandidate]:
     """Returns factories of candidates for each method, and of :data:`ALTERNATIVES` for each bucket size in MiB.
 
-    Calling a factory is collective. ValueError if a method or a setting is unknown.
+    ``arguments`` are further ones of each method. Calling a factory is collective. ValueError if a method or a setting
+    is unknown.
     """
     if not methods:
         raise ValueError("methods must name something to compare.")
@@ -119,7 +121,7 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[MakeCandi
         if method in ALTERNATIVES:
             makers += ALTERNATIVES[method](bucket_mb)
         else:
-            makers += method_candidates(method, bucket_mb, known=ALTERNATIVES)
+            makers += method_candidates(method, bucket_mb, known=ALTERNATIVES, **arguments)
     return makers
 
 

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from lightning_pipesync import __version__
 from lightning_pipesync.lab.bench.job_sockets import address_of_this_host
 
 #: The request that returns the address of an interface (Linux, netdevice(7)).
@@ -81,7 +81,7 @@ def facts_of_this_host(rank: int) -> HostFacts:
     mtu = None
     with suppress(OSError, ValueError):
         mtu = int(Path(f"/sys/class/net/{interface}/mtu").read_text())
-    packages = {"torch": torch.__version__, "lightning-pipesync": version("lightning-pipesync")}
+    packages = {"torch": torch.__version__, "lightning-pipesync": __version__}
     return HostFacts(
         rank=rank,
         host=socket.gethostname(),

@@ -78,7 +78,8 @@ class Step(StepBenchmark):
             is DDP with its best size.
         steps: Steps of one measurement; of local SGD whole periods.
         rounds: Number of measurements of each candidate, in turns.
-        device: cpu, or cuda with NCCL, where each rank has the GPU of its place in its host.
+        device: cpu, or cuda, where each rank has the GPU of its place in its host.
+        backend: nccl or gloo, for tensors on a GPU. With gloo, which sends them through the host, ranks may share one.
     """
 
     methods: tuple[str, ...] = field(default_factory=compared)
@@ -87,6 +88,7 @@ class Step(StepBenchmark):
     steps: int = 3
     rounds: int = 5
     device: str = "cpu"
+    backend: str = "nccl"
 
     name = "step"
 
@@ -102,6 +104,8 @@ class Step(StepBenchmark):
                 raise ValueError(f"ratio must be positive, got {self.ratio!r}.")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r} must be cpu or cuda.")
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"backend={self.backend!r} must be nccl or gloo.")
         if self.device == "cuda" and self.model.startswith(EMULATED):
             raise ValueError(f"device='cuda' with model={self.model!r}: its layers sleep on the host; choose another.")
         self._check_positive("rounds")
@@ -142,7 +146,8 @@ class Step(StepBenchmark):
         """
         torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
         alone = without_communication(build())
-        candidates = [alone, *(make(build()) for make in makers(self.methods, self.bucket_mb))]
+        of_methods = {"backend": self.backend} if self.device == "cuda" else {}
+        candidates = [alone, *(make(build()) for make in makers(self.methods, self.bucket_mb, **of_methods))]
         world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
         profile = profile_step(alone)
         cost = cost_of(profile, num_bytes, bandwidth)

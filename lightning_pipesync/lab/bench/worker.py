@@ -39,13 +39,14 @@ def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object])
     """Runs a benchmark as the rank of the environment; returns the result on rank 0."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     exchange_facts(store, rank, world_size)
-    cuda = getattr(settings, "device", "cpu") == "cuda"
+    cuda, backend = getattr(settings, "device", "cpu") == "cuda", getattr(settings, "backend", "nccl")
     if cuda:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(f"Rank {rank} is for GPU {local_rank} of its host, which has {torch.cuda.device_count()}.")
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size)
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus and (backend == "nccl" or not num_gpus):
+            raise ValueError(f"Rank {rank} is for GPU {local_rank} of its host, which has {num_gpus}.")
+        torch.cuda.set_device(local_rank % num_gpus)
+    backends = f"cpu:gloo,cuda:{backend}" if cuda else "gloo"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size)
     leader = dist.get_rank() == 0
     measured = measure(settings, progress if leader else lambda text: None)
     dist.barrier()
