@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,6 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 #: Of a rank that has the device for itself.
 BACKEND = "nccl" if ON_GPU else "gloo"
-#: What a default process group has.
-BACKENDS = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
 
 needs_cuda = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 
@@ -41,6 +40,14 @@ def sleep() -> None:
 def synchronize() -> None:
     if ON_GPU:
         torch.cuda.synchronize()
+
+
+def forget_peak() -> None:
+    """Gives back what earlier trainings have left to the allocator, and counts anew from what is there."""
+    if ON_GPU:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 @contextmanager
@@ -85,9 +92,14 @@ def launch_on_device(function: Callable[..., Any], world_size: int, *args: Any, 
     return (launch if "may_die" in options else on_ranks)(function, world_size, *args, **options)
 
 
+def launch_with_both(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """As :func:`launch_on_device`, with a default process group of both backends."""
+    return launch_on_device(partial(_with_both, function), world_size, *args, **{**options, "init": False})
+
+
 def launch_over_nccl(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    """As :func:`launch_on_device`; NCCL takes each rank for a host of its own, so that they may share the device."""
-    return launch_on_device(partial(_on_own_host, function), world_size, *args, **options)
+    """As :func:`launch_with_both`; NCCL takes each rank for a host of its own, so that they may share the device."""
+    return launch_with_both(partial(_on_own_host, function), world_size, *args, **options)
 
 
 @cache
@@ -109,6 +121,11 @@ def _sum_over_nccl() -> str:
         return "" if bool((ones == 2).all()) else f"a sum of ones over two ranks was {ones.unique().tolist()}"
     except RuntimeError as error:  # such as "Duplicate GPU detected"
         return str(error)
+
+
+def _with_both(function: Callable[..., Any], *args: Any) -> Any:
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
+    return function(*args)
 
 
 def _on_own_host(function: Callable[..., Any], *args: Any) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.codecs.shards import shards_of
@@ -19,7 +18,6 @@ from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result
 from tests.cuda.device import (
-    BACKENDS,
     DEVICE,
     ON_GPU,
     launch_on_device,
@@ -77,8 +75,6 @@ def test_steps_beside_ddp(model: str, rate: str, tmp_path: Path, record_property
 
 
 def plan() -> str:
-    if not dist.is_initialized():
-        dist.init_process_group(BACKENDS)
     settings = PlanSettings("transformer", steps=2, rounds=1 if ON_GPU else 0, device=DEVICE.type)
     result = measure_plan(settings, lambda text: None)
     if "error" in result:
@@ -90,5 +86,5 @@ def plan() -> str:
 def test_a_plan(record_property: Record) -> None:
     if ON_GPU and why_not_over_nccl():
         pytest.skip(f"NCCL does not run on two ranks of one device: {why_not_over_nccl()}")
-    [text, _] = (launch_over_nccl if ON_GPU else launch_on_device)(plan, 2, init=False)
+    [text, _] = (launch_over_nccl if ON_GPU else launch_on_device)(plan, 2)
     record_property("plan", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.conformance.methods import METHODS
-from tests.cuda.device import BACKEND, DEVICE, ON_GPU, launch_on_device, synchronize
+from tests.cuda.device import BACKEND, DEVICE, ON_GPU, forget_peak, launch_on_device, synchronize
+from tests.support.case_table import Outcomes, launch_cases
 
 #: DeAR measures its first steps, and makes its schedule from them.
 WARM_UP, MEASURED = 12, 10
@@ -45,6 +47,7 @@ def usage() -> dict[str, int]:
 
 def train(name: str, backend: str) -> list[dict[str, int]]:
     """Returns the usage after the first steps, and after as many again twice."""
+    forget_peak()
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(*layers).to(DEVICE)
@@ -64,8 +67,14 @@ def train(name: str, backend: str) -> list[dict[str, int]]:
     return found
 
 
+@cache
+def trained(backend: str, world_size: int) -> Outcomes:
+    cases = {name: partial(train, name, backend) for name in SETTINGS}
+    return launch_cases(cases, world_size, launch=launch_on_device)
+
+
 @pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), (BACKEND, 1)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_allocates_no_more_than_the_one_before(name: str, backend: str, world_size: int) -> None:
-    for _, earlier, later in launch_on_device(train, world_size, name, backend):
+    for _, earlier, later in trained(backend, world_size)[name]:
         assert later == earlier

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.conformance.cases import CASES
 from tests.conformance.loops import run_loop
@@ -16,7 +13,7 @@ from tests.conformance.methods import METHODS
 from tests.conformance.shards import ShardedPlainLoop
 from tests.conformance.table import assert_equal
 from tests.conformance.training import Result
-from tests.cuda.device import BACKENDS, installed, launch_on_device, on_device
+from tests.cuda.device import installed, launch_with_both, on_device
 from tests.cuda.test_gloo import GLOO, by_ddp
 from tests.support.case_table import Outcomes, launch_cases
 
@@ -24,19 +21,10 @@ NAMES = [name for name, method in METHODS.items() if method.sharded]
 
 
 def train(name: str, exact: bool) -> Result:
+    """NCCL carries what FSDP2 sends, in groups of one rank, and Gloo what the method does."""
     method = METHODS[name]
     settings = method.exact if exact else method.typical[method.sharded[0]]
     return run_loop(ShardedPlainLoop, method, installed({**settings, **GLOO}, name), on_device(CASES["sgd"], ranks=2))
-
-
-def with_both_backends(function: Callable[..., Any], *args: Any) -> Any:
-    """NCCL carries what FSDP2 sends, in groups of one rank, and Gloo what a method does."""
-    dist.init_process_group(BACKENDS)
-    return function(*args)
-
-
-def launch_with_both(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    return launch_on_device(partial(with_both_backends, function), world_size, *args, **{**options, "init": False})
 
 
 @cache

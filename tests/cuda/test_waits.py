@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,16 +20,20 @@ from lightning_pipesync.core.comm.nccl import NcclExchange
 from tests.conformance.methods import METHODS
 from tests.cuda.device import (
     BACKEND,
-    BACKENDS,
     DEVICE,
     ON_GPU,
+    forget_peak,
     installed,
     launch_on_device,
+    launch_with_both,
     needs_cuda,
     no_synchronization,
     synchronize,
 )
 from tests.nightly.core.test_devices import WAITS
+from tests.support.case_table import Outcomes, launch_cases
+
+Record = Callable[[str, object], None]
 
 WARM_UP, MEASURED = 16, 4
 #: Kernels of a reduce-scatter and an all-gather of fp32 values, as docs/gpus.md has them.
@@ -67,13 +71,16 @@ def waits_in_steps(name: str) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
+@cache
+def waits() -> Outcomes:
+    return launch_cases({name: partial(waits_in_steps, name) for name in WAITS}, 1, launch=launch_on_device)
+
+
 @pytest.mark.parametrize("name", WAITS)
-def test_the_host_waits_no_more_often_than_is_counted(
-    name: str, record_property: Callable[[str, object], None]
-) -> None:
-    [waits] = launch_on_device(waits_in_steps, 1, name)
-    record_property(f"{name}: waits of the host in {MEASURED} steps", waits)
-    assert waits <= WAITS[name][2] * MEASURED
+def test_the_host_waits_no_more_often_than_is_counted(name: str, record_property: Record) -> None:
+    [number] = waits()[name]
+    record_property(f"{name}: waits of the host in {MEASURED} steps", number)
+    assert number <= WAITS[name][2] * MEASURED
 
 
 def kernels_of_a_bucket(codec_name: str) -> list[str]:
@@ -94,11 +101,16 @@ def kernels_of_a_bucket(codec_name: str) -> list[str]:
     return [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
+@cache
+def kernels() -> Outcomes:
+    return launch_cases({name: partial(kernels_of_a_bucket, name) for name in KERNELS}, 1, launch=launch_on_device)
+
+
 @needs_cuda
 @pytest.mark.parametrize("codec", KERNELS)
-def test_kernels_of_a_bucket(codec: str, record_property: Callable[[str, object], None]) -> None:
+def test_kernels_of_a_bucket(codec: str, record_property: Record) -> None:
     """A rank that is alone launches copies in place of collectives."""
-    [names] = launch_on_device(kernels_of_a_bucket, 1, codec)
+    [names] = kernels()[codec]
     record_property(f"{codec}: launches of a bucket", f"{len(names)}; the page says {KERNELS[codec]}")
     assert 0 < len(names) <= KERNELS[codec], names
 
@@ -115,8 +127,7 @@ def peak_mib(name: str | None) -> float:
             trained, step = model, sync.step
         train(trained, step, WARM_UP)
         synchronize()
-        if ON_GPU:
-            torch.cuda.reset_peak_memory_stats()
+        forget_peak()
         train(trained, step, MEASURED)
         synchronize()
         peak = torch.cuda.max_memory_allocated() / 2**20
@@ -133,13 +144,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def over_nccl(function: Callable[..., Any], *args: Any) -> Any:
-    dist.init_process_group(BACKENDS)
-    return function(*args)
-
-
-def test_memory_beside_ddp(record_property: Callable[[str, object], None]) -> None:
-    peaks = {name: launch_on_device(partial(over_nccl, peak_mib), 1, name, init=False)[0] for name in (None, *SETTINGS)}
+def test_memory_beside_ddp(record_property: Record) -> None:
+    cases = {name: partial(peak_mib, name) for name in (None, *SETTINGS)}
+    outcomes = launch_cases(cases, 1, launch=launch_with_both)
+    peaks = {name: outcomes[name][0] for name in cases}
     if not ON_GPU:
         pytest.skip("the memory of a CPU is not counted")
     for name in SETTINGS:
