@@ -126,6 +126,11 @@ def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
     """
     if what == "class" and not lines:
         lines += (inspect.getdoc(obj) or "").splitlines()
+    if what == "class" and name.endswith("FabricStrategy"):
+        lines[lines.index("Args:") :] = [
+            "The settings are those of the Trainer's strategy. The other arguments are those of DDPStrategy and",
+            ":class:`FabricLayout`.",
+        ]
     if what in ("attribute", "data", "property"):
         what = "object"
     lines[:] = GoogleDocstring(lines, Config(napoleon_use_ivar=True), app, what, name, obj, options).lines()

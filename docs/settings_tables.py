@@ -5,15 +5,12 @@ Usage: python docs/settings_tables.py
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.strategies import docs_of
 
 DOCS = Path(__file__).parent
 #: What a table on a page begins and ends with, by what is in it.
@@ -21,18 +18,6 @@ MARKS = {
     what: (f"<!-- {what}: written by docs/settings_tables.py -->", f"<!-- end of {what} -->")
     for what in ("settings", "metrics")
 }
-
-
-def docs_of(config_type: type[Settings]) -> dict[str, str]:
-    """Returns the docstring of each field, as one paragraph, by the field's name."""
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body
-    assert isinstance(definition, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for field, doc in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            docs[field.target.id] = " ".join(str(doc.value.value).split())
-    return docs
 
 
 def table_of_settings(method: str) -> str:

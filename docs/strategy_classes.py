@@ -1,4 +1,4 @@
-"""Writes the strategy classes of Lightning, Fabric and Ray: each method's settings as typed and documented arguments.
+"""Writes the stubs of the strategy classes, which are made at import: for type checkers and editors.
 
 Usage: python docs/strategy_classes.py
 """
@@ -7,38 +7,30 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
-from inspect import Parameter, cleandoc
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
-from settings_tables import docs_of
 
-from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.fabric.strategy import mixin_of as fabric_mixin_of
 from lightning_pipesync.lightning.pipeline import mixin_of as lightning_mixin_of
-from lightning_pipesync.methods.method import Method
 from lightning_pipesync.training.registry import METHODS
-from lightning_pipesync.training.replica_layout import ReplicaLayout
 from lightning_pipesync.training.strategies import MixinOf, signature_of
 
 ROOT = Path(__file__).parents[1]
-WRITTEN = "Written by docs/strategy_classes.py: change a method's settings instead, and run it."
 #: The methods of the package, without those that users register.
 BUILT_IN = [method for method in METHODS.values() if method.__module__.startswith("lightning_pipesync.")]
-IN_FABRIC = [method for method in BUILT_IN if not method.makes_passes]
-#: Docs of the arguments that are not settings.
-FRAMEWORK_DOCS = {
-    "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.',
-    "start_method": 'as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.',
-}
-RAISES = """
-    Raises:
-        ValueError: a setting is unknown or out of its range."""
+WRITTEN = "# Written by docs/strategy_classes.py."
+TRAINER = """
+class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...
+class StepReport(StepReportMixin, Callback): ...
+class TraceCallback(TraceCallbackMixin, Callback): ...
+class _Strategy(DDPStrategy):
+    callback_class: type[Callback]
+"""
 
 
 class Types:
@@ -67,195 +59,56 @@ class Types:
         return str(annotation.__name__)
 
 
-def mixins(mixin_of: MixinOf, ddp_strategy: type, suffix: str, methods: list[type[Method]]) -> tuple[Types, list[str]]:
-    """Returns the source of the classes with arguments, one for each method."""
-    types, classes = Types(), []
-    for method in methods:
+def stub(mixin_of: MixinOf, ddp_strategy: type, suffix: str, base: str, imports: list[str], classes: str = "") -> str:
+    """Returns the stub of a module with the strategies of a framework; ``classes`` are others that it has."""
+    types, stated = Types(), []
+    for method in BUILT_IN:
         mixin, without = mixin_of(method)
+        if mixin.__name__.startswith("Refused"):
+            continue
         types.imported.add(mixin)
         arguments = list(signature_of(method, mixin, ddp_strategy, without).parameters.values())[1:]
-        classes.append(_mixin(method, mixin, suffix, arguments, types))
-    return types, classes
-
-
-def _mixin(method: type[Method], mixin: type, suffix: str, arguments: list[Parameter], types: Types) -> str:
-    summary = textwrap.indent(cleandoc(method.__doc__ or "").partition("\n\n")[0], "    ").strip()
-    docs = _arguments_docs(method, arguments) if mixin is not PipeSyncFabricStrategyMixin else _reference_docs(method)
-    stated = [f"{argument.name}: {types.text(argument.annotation)} = {argument.default!r}," for argument in arguments]
-    return f'''
-class {method.__name__}{suffix}Mixin({mixin.__name__}):
-    """{summary}
-
-{docs}
-    """
-
-    name = {method.name!r}
-
-    @passes_to({mixin.__name__})
-    def __init__(self, {" ".join(stated)}) -> None: ...
-'''
-
-
-def _arguments_docs(method: type[Method], arguments: list[Parameter]) -> str:
-    docs = {**docs_of(ReplicaLayout), **docs_of(method.config_type)}
-    described = [
-        textwrap.fill(
-            f"{argument.name}: {docs.get(argument.name) or FRAMEWORK_DOCS.get(argument.name, 'as in DDPStrategy.')}",
-            width=120,
-            initial_indent=" " * 8,
-            subsequent_indent=" " * 12,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for argument in arguments
-    ]
-    return "\n".join(["    Args:", *described, RAISES])
-
-
-def _reference_docs(method: type[Method]) -> str:
-    """Returns references to the full docs, those of the Trainer's strategy."""
-    name = method.__name__
-    return (
-        f"    The settings are those of :class:`{method.config_type.__name__}`, as in :class:`{name}Strategy`.\n"
-        "    The other arguments are those of DDPStrategy and :class:`FabricLayout`."
-    )
-
-
-def arguments_file(
-    mixin_of: MixinOf, ddp_strategy: type, suffix: str, framework: str, methods: list[type[Method]] = BUILT_IN
-) -> str:
-    """Returns the file with the arguments of a framework's strategies."""
-    types, classes = mixins(mixin_of, ddp_strategy, suffix, methods)
-    imports = [f"from {_exported_by(cls)} import {cls.__name__}" for cls in types.imported if cls.__name__ != "device"]
+        given = ", ".join(f"{one.name}: {types.text(one.annotation)} = ..." for one in arguments)
+        name = f"{method.__name__}{suffix}"
+        stated.append(f"class {name}({mixin.__name__}, {base}):\n    def __init__(self, {given}) -> None: ...\n")
+    imports += [f"from {_exported_by(cls)} import {cls.__name__}" for cls in types.imported if cls.__name__ != "device"]
+    imports += ["from typing import Literal", "from torch import device"]
+    imports += ["from lightning_pipesync.training.strategies import Strategies"]
     return "\n".join(
-        [
-            f'"""The arguments of {framework} strategies: the settings of each method.\n\n{WRITTEN}\n"""',
-            "from __future__ import annotations",
-            "from typing import Literal",
-            "from torch import device",
-            *sorted(imports),
-            "from lightning_pipesync.training.strategies import passes_to",
-            *classes,
-        ]
+        ["# Written by docs/strategy_classes.py.", *sorted(set(imports)), classes, *stated, "STRATEGIES: Strategies"]
     )
 
 
-def trainer_file(distribution: str) -> str:
-    """Returns the file with the strategies of a distribution of Lightning's Trainer."""
-    twin = distribution == "pytorch_lightning"
-    conflict = "  # type: ignore[misc]" if twin else ""
-    imports = "from lightning_pipesync.lightning.distribution import Callback, DDPStrategy, StrategyRegistry"
-    if twin:
-        imports = f"from {distribution} import Callback\n"
-        imports += f"from {distribution}.strategies import DDPStrategy, StrategyRegistry"
-    return f'''"""Strategies of the Trainer of ``{distribution}``; importing this module registers their names.
-
-{WRITTEN}
-"""
-
-from __future__ import annotations
-
-{imports}
-
-from lightning_pipesync.lightning import arguments
-from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
-from lightning_pipesync.lightning.step_report import StepReportMixin
-from lightning_pipesync.lightning.pipeline import mixin_of
-from lightning_pipesync.lightning.trace import TraceCallbackMixin
-from lightning_pipesync.training.strategies import Strategies
-
-
-class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...{conflict}
-
-
-class StepReport(StepReportMixin, Callback): ...{conflict}
-
-
-class TraceCallback(TraceCallbackMixin, Callback): ...{conflict}
-
-
-class _Strategy(DDPStrategy):
-    callback_class: type[Callback] = PipeSyncCallback
-
-{"".join(_concrete(method, "Strategy", "_Strategy", conflict) for method in BUILT_IN)}
-
-STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _Strategy, mixin_of)
-'''
-
-
-def fabric_file(distribution: str) -> str:
-    """Returns the file with the strategies of a distribution of Fabric."""
-    twin = distribution == "lightning_fabric"
-    conflict = "  # type: ignore[misc]" if twin else ""
-    imported_from = f"{distribution}.strategies" if twin else "lightning_pipesync.fabric.distribution"
-    first = """
-from lightning_pipesync.core.extras import import_first_installed
-
-# This registers the Trainer's strategies, which import modules of this package.
-import_first_installed("lightning", "lightning_fabric")
-"""
-    classes = [_concrete(method, "FabricStrategy", "DDPStrategy", conflict) for method in IN_FABRIC]
-    return f'''"""Strategies of the Fabric of ``{distribution}``; importing this module registers their names.
-
-{WRITTEN}
-"""
-
-from __future__ import annotations
-{"" if twin else first}
-from {imported_from} import STRATEGY_REGISTRY, DDPStrategy
-
-from lightning_pipesync.fabric import arguments
-from lightning_pipesync.fabric.strategy import mixin_of
-from lightning_pipesync.training.strategies import Strategies
-
-{"".join(classes)}
-
-STRATEGIES = Strategies(STRATEGY_REGISTRY, globals(), "FabricStrategy", DDPStrategy, mixin_of)
-'''
-
-
-def ray_file() -> str:
-    """Returns the file with the strategies of the Trainer for workers of Ray Train."""
-    names = [f"{method.__name__}Strategy" for method in BUILT_IN]
-    classes = [f"\nclass Ray{name}({name}, RayStrategy): ...\n" for name in names]
-    return f'''"""Strategies of the Trainer for workers of Ray Train.
-
-{WRITTEN}
-"""
-
-from __future__ import annotations
-
-from lightning_pipesync.core.extras import check_extra
-
-check_extra("ray", __name__)
-
-from lightning_pipesync.lightning import {", ".join(names)}
-from lightning_pipesync.ray.strategy import RayStrategy
-
-{"".join(classes)}'''
-
-
-def _concrete(method: type[Method], suffix: str, base: str, conflict: str) -> str:
-    name = f"{method.__name__}{suffix}"
-    return f"\nclass {name}(arguments.{name}Mixin, {base}): ...{conflict}\n"
+def twin(module: str, text: str) -> str:
+    """Returns the stub of the twin distribution: the same classes."""
+    names = [line.partition("(")[0].removeprefix("class ") for line in text.splitlines() if line.startswith("class ")]
+    names = [name for name in names if not name.startswith("_")] + ["STRATEGIES"]
+    return "\n".join(
+        ["# Written by docs/strategy_classes.py.", *(f"from {module} import {name} as {name}" for name in names)]
+    )
 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Yields each file that this script writes, and its text."""
-    package = ROOT / "lightning_pipesync"
+    adapter = "lightning_pipesync.lightning"
+    of_trainer = [
+        f"from {adapter}.callback import PipeSyncCallbackMixin",
+        f"from {adapter}.distribution import Callback, DDPStrategy",
+        f"from {adapter}.step_report import StepReportMixin",
+        f"from {adapter}.trace import TraceCallbackMixin",
+    ]
+    of_fabric = ["from lightning_pipesync.fabric.distribution import DDPStrategy"]
+    trainer = stub(lightning_mixin_of, DDPStrategy, "Strategy", "_Strategy", of_trainer, TRAINER)
+    fabric = stub(fabric_mixin_of, FabricDDPStrategy, "FabricStrategy", "DDPStrategy", of_fabric)
     texts = {
-        "lightning/arguments.py": arguments_file(lightning_mixin_of, DDPStrategy, "Strategy", "the Trainer's"),
-        "lightning/__init__.py": trainer_file("lightning.pytorch"),
-        "lightning/twin.py": trainer_file("pytorch_lightning"),
-        "fabric/arguments.py": arguments_file(
-            fabric_mixin_of, FabricDDPStrategy, "FabricStrategy", "Fabric's", IN_FABRIC
-        ),
-        "fabric/__init__.py": fabric_file("lightning.fabric"),
-        "fabric/twin.py": fabric_file("lightning_fabric"),
-        "ray/__init__.py": ray_file(),
+        "lightning/__init__.pyi": trainer,
+        "lightning/twin.pyi": twin("lightning_pipesync.lightning", trainer),
+        "fabric/__init__.pyi": fabric,
+        "fabric/twin.pyi": twin("lightning_pipesync.fabric", fabric),
     }
     for name, text in texts.items():
-        yield package / name, _formatted(text, package / name)
+        path = ROOT / "lightning_pipesync" / name
+        yield path, _formatted(text, path)
 
 
 def _exported_by(cls: type) -> str:

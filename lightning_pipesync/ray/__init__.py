@@ -1,7 +1,4 @@
-"""Strategies of the Trainer for workers of Ray Train.
-
-Written by docs/strategy_classes.py: change a method's settings instead, and run it.
-"""
+"""Strategies of the Trainer for workers of Ray Train."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """Strategy classes: views of a method's settings, and their registration with a framework.
 
-Those of the package's methods are in the files that ``docs/strategy_classes.py`` writes; those of a user's methods are
-made when the method is registered.
+A class is made when its method is registered; type checkers read those of the package's methods in stubs.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Collection, MutableMapping
 from dataclasses import fields
 from typing import Any, ParamSpec, get_type_hints
@@ -26,6 +27,20 @@ OF_DDP = (
     *("process_group_backend", "start_method"),
 )
 
+#: What is to be said of them.
+OF_DDP_DOCS = {
+    **dict.fromkeys(OF_DDP, "as in DDPStrategy."),
+    "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.',
+    "start_method": 'as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.',
+}
+RAISES = "    ValueError: a setting is unknown or out of its range."
+_INDENTED: dict[str, Any] = {
+    "initial_indent": " " * 4,
+    "subsequent_indent": " " * 8,
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
+
 #: The end of the names of strategies whose processes are forked, which start in notebooks, too, as ``ddp_notebook``.
 NOTEBOOK = "_notebook"
 
@@ -33,9 +48,9 @@ NOTEBOOK = "_notebook"
 class Strategies:
     """Registers the strategies of all methods and presets with the ``registry`` of a distribution of a framework.
 
-    ``classes`` are the globals of a module with the strategy classes; those of a user's methods are added. ``suffix``
-    follows the method's name in that of a class. ``base`` is the distribution's DDPStrategy. ``mixin_of`` returns the
-    mixin of a method's strategy, and the settings that are not arguments.
+    ``classes`` are the globals of a module, to which the strategy classes are added. ``suffix`` follows the method's
+    name in that of a class. ``base`` is the distribution's DDPStrategy. ``mixin_of`` returns the mixin of a method's
+    strategy, and the settings that are not arguments.
     """
 
     def __init__(
@@ -95,6 +110,23 @@ def passes_to(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
     return decorate
 
 
+@functools.cache
+def docs_of(dataclass: Any) -> dict[str, str]:
+    """Returns the docstring of each field, as one paragraph, by the field's name; none without the source."""
+    docs: dict[str, str] = {}
+    for base in reversed(inspect.getmro(dataclass)[:-1] if dataclass else ()):
+        try:
+            [definition] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError):
+            continue
+        assert isinstance(definition, ast.ClassDef)
+        for field, doc in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                assert isinstance(field.target, ast.Name)
+                docs[field.target.id] = " ".join(str(doc.value.value).split())
+    return docs
+
+
 def settings_in(arguments: dict[str, Any]) -> dict[str, Any]:
     """Removes the settings from a strategy's arguments, and returns them; those of DDPStrategy stay."""
     return {name: arguments.pop(name) for name in list(arguments) if name not in OF_DDP}
@@ -124,7 +156,7 @@ def signature_of(method: type[Method], mixin: type, ddp_strategy: type, without:
 def strategy_class(
     name: str, method: type[Method], bases: tuple[type, ...], without: Collection[str], module: str
 ) -> type[Any]:
-    """Creates the strategy class of a user's method; ``module`` exports it."""
+    """Creates the strategy class of a method; ``module`` exports it."""
 
     def __init__(self: Any) -> None: ...
 
@@ -132,9 +164,15 @@ def strategy_class(
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     __init__.__annotations__ = {name: argument.annotation for name, argument in signature.parameters.items()}
     summary = inspect.cleandoc(method.__doc__ or "").partition("\n\n")[0]
+    elsewhere = f"see :class:`{method.config_type.__name__}`."  # as in a package without sources
+    docs = {**dict.fromkeys(signature.parameters, elsewhere), **OF_DDP_DOCS}
+    docs.update({**docs_of(getattr(bases[0], "layout_type", None)), **docs_of(method.config_type)})
+    described = [
+        textwrap.fill(f"{argument}: {docs[argument]}", 110, **_INDENTED) for argument in list(signature.parameters)[1:]
+    ]
     contents = {
         "__init__": passes_to(bases[0])(__init__),
-        "__doc__": f"{summary}\n\nThe arguments are those of :class:`{method.config_type.__name__}` and DDPStrategy.",
+        "__doc__": "\n".join([summary, "", "Args:", *described, "", "Raises:", RAISES]),
         "name": method.name,
         "__module__": module,
     }

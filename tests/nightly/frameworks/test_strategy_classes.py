@@ -1,4 +1,4 @@
-"""The strategy classes state each method's settings as arguments, which type checkers see and which need no sources."""
+"""The strategy classes have each method's settings as arguments, for type checkers in stubs, and need no sources."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def test_the_classes_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
         assert path.read_text() == text, f"run python docs/strategy_classes.py, which writes {path.name}"
 
 
+def test_arguments_are_described_as_the_settings_are() -> None:
+    for strategy in (lightning_pipesync.DeARStrategy, fabric.DeARFabricStrategy):
+        described = inspect.getdoc(strategy) or ""
+        assert "fusion: Tensor fusion" in described
+        assert "ranks_per_replica: Number of neighboring ranks" in described
+        assert "accelerator: as in DDPStrategy." in described
+
+
 def test_a_users_method_has_strategies() -> None:
     for method in (Averaging, Averaging, METHODS["ea_pipe"]):  # as often as a user likes, also with a pipeline
         register_method(method)
@@ -50,8 +58,8 @@ def build_without_sources() -> None:
     package, of_fabric = import_module("lightning_pipesync"), import_module("lightning_pipesync.fabric")
     assert package is not lightning_pipesync
     assert package.DeARStrategy(fusion="none").config.fusion == "none"
-    assert "settings are those of :class:`DeARConfig`" in (inspect.getdoc(of_fabric.DeARFabricStrategy) or "")
-    assert "fusion: Tensor fusion" in (inspect.getdoc(package.DeARStrategy) or "")
+    for strategy in (package.DeARStrategy, of_fabric.DeARFabricStrategy):
+        assert "fusion: see :class:`DeARConfig`" in (inspect.getdoc(strategy) or "")
 
 
 def test_strategies_are_built_without_sources() -> None:

@@ -1,0 +1,7 @@
+# Written by docs/strategy_classes.py.
+from lightning_pipesync.fabric import STRATEGIES as STRATEGIES
+from lightning_pipesync.fabric import DeARFabricStrategy as DeARFabricStrategy
+from lightning_pipesync.fabric import LocalSGDFabricStrategy as LocalSGDFabricStrategy
+from lightning_pipesync.fabric import ParameterServerFabricStrategy as ParameterServerFabricStrategy
+from lightning_pipesync.fabric import PipeSGDFabricStrategy as PipeSGDFabricStrategy
+from lightning_pipesync.fabric import SelSyncFabricStrategy as SelSyncFabricStrategy

@@ -1,0 +1,11 @@
+# Written by docs/strategy_classes.py.
+from lightning_pipesync.lightning import STRATEGIES as STRATEGIES
+from lightning_pipesync.lightning import DeARStrategy as DeARStrategy
+from lightning_pipesync.lightning import EAPipeStrategy as EAPipeStrategy
+from lightning_pipesync.lightning import LocalSGDStrategy as LocalSGDStrategy
+from lightning_pipesync.lightning import ParameterServerStrategy as ParameterServerStrategy
+from lightning_pipesync.lightning import PipeSGDStrategy as PipeSGDStrategy
+from lightning_pipesync.lightning import PipeSyncCallback as PipeSyncCallback
+from lightning_pipesync.lightning import SelSyncStrategy as SelSyncStrategy
+from lightning_pipesync.lightning import StepReport as StepReport
+from lightning_pipesync.lightning import TraceCallback as TraceCallback
