@@ -164,9 +164,10 @@ def strategy_class(
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     __init__.__annotations__ = {name: argument.annotation for name, argument in signature.parameters.items()}
     summary = inspect.cleandoc(method.__doc__ or "").partition("\n\n")[0]
-    elsewhere = f"see :class:`{method.config_type.__name__}`."  # as in a package without sources
-    docs = {**dict.fromkeys(signature.parameters, elsewhere), **OF_DDP_DOCS}
-    docs.update({**docs_of(getattr(bases[0], "layout_type", None)), **docs_of(method.config_type)})
+    config: Any = method.config_type
+    layout: Any = getattr(bases[0], "layout_type", None)
+    elsewhere = dict.fromkeys(signature.parameters, f"see :class:`{config.__name__}`.")  # in a package without sources
+    docs = {**elsewhere, **OF_DDP_DOCS, **docs_of(layout), **docs_of(config)}
     described = [
         textwrap.fill(f"{argument}: {docs[argument]}", 110, **_INDENTED) for argument in list(signature.parameters)[1:]
     ]

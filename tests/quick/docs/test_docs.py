@@ -78,7 +78,7 @@ def test_files_that_a_page_names_exist() -> None:
     for name in named:
         assert any((folder / name).exists() for folder in (ROOT, PACKAGE, PACKAGE / "methods")), name
     for page in LINKING_PAGES:
-        for name in re.findall(r"\btests(?:/\w+)+(?:\.py)?", page.read_text()):
+        for name in re.findall(r"\btests(?:/\w+)+(?:\.\w+)?", page.read_text()):
             path = ROOT / name
             assert path.exists() or path.with_suffix(".py").exists(), f"{page.name}: {name}"
 
