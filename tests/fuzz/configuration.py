@@ -164,5 +164,5 @@ def draw(method: str, seed: int, world_size: int = 2, num_shards: int | None = N
 
 def _without_late_momentum(options: Options, layers: tuple[str, ...]) -> Options:
     """PyTorch's fused SGD refuses a step in which only some parameters have a momentum, which a schedule may give."""
-    late = (PARTIAL - {"freezes"}) & set(layers)
+    late = PARTIAL & set(layers)
     return {**options, "fused": None} if late and "momentum" in options and "fused" in options else options

@@ -58,7 +58,7 @@ class Entry:
 #: Seconds after which a rank that waits has failed.
 TIMEOUT_S = 30.0
 #: Layers with parameters that have no gradient in some pass of some rank.
-PARTIAL = {"alternating", "by_replica", "by_data", "thawed", "freezes"}
+PARTIAL = {"alternating", "by_replica", "by_data", "thawed"}
 
 _LOSSY = ["bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk"]
 
@@ -126,8 +126,8 @@ def _draw_dear(random: Random) -> Settings:
 
 
 def _dear_refuses(configuration: Configuration, settings: Settings) -> str:
-    # Where a gradient is missing, the first pass may leave no bucket complete, and send nothing.
-    sends_twice = configuration.accumulate > 1 and not configuration.no_sync and not PARTIAL & {*configuration.layers}
+    # With several optimizers nothing is sent before a step of one.
+    sends_twice = configuration.accumulate > 1 and not configuration.no_sync and not configuration.several_optimizers
     if "low_rank" in settings:
         return "low_rank=" if sends_twice else ""
     if sends_twice and settings["error_feedback"] and get_codec(settings["compression"]).sparse:
