@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.fuzz import pipelines, ranks
-from tests.fuzz.methods import METHODS
+from tests.fuzz.methods import METHODS, TIMEOUT_S
 from tests.fuzz.outcome import FAILED, Outcome
 from tests.support.harness import launch
 
@@ -35,7 +35,8 @@ def run_batch(method: str, seeds: Sequence[int], num_ranks: int, num_shards: int
             journal.touch()
             try:
                 args = (method, left, num_shards, str(journal))
-                launched = launch(_run_seeds, num_ranks, *args, timeout_s=60 + 5 * len(left))
+                how = {"timeout_s": 180 + 5 * len(left), "group_timeout_s": 4 * TIMEOUT_S}
+                launched = launch(_run_seeds, num_ranks, *args, **how)
                 return outcomes + launched[0]
             except AssertionError as error:
                 done = len(journal.read_text().split())
