@@ -126,10 +126,10 @@ def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
     """
     if what == "class" and not lines:
         lines += (inspect.getdoc(obj) or "").splitlines()
-    if what == "class" and name.endswith("FabricStrategy"):
+    if what == "class" and name.endswith("Strategy") and "Args:" in lines:  # the page has them already
+        layout = "FabricLayout" if name.endswith("FabricStrategy") else "ReplicaLayout"
         lines[lines.index("Args:") :] = [
-            "The settings are those of the Trainer's strategy. The other arguments are those of DDPStrategy and",
-            ":class:`FabricLayout`.",
+            f"The arguments are the settings above, and those of DDPStrategy and :class:`{layout}`.",
         ]
     if what in ("attribute", "data", "property"):
         what = "object"

@@ -16,6 +16,7 @@ import pytest
 import lightning_pipesync
 from lightning_pipesync.lab.netlab.kernel import burst_bytes
 from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.strategies import docs_of
 from tests.support.commands import ROOT
 from tests.support.docs_pages import DOCS, LINKING_PAGES, PAGES, prose_of
 from tests.support.own_methods import OWN
@@ -35,13 +36,17 @@ API_PAGES = sorted((DOCS / "api").glob("*.md"))
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_the_page_of_a_method_has_its_settings_and_metrics_as_they_are_and_all_sections(name: str) -> None:
-    script = runpy.run_path(str(DOCS / "settings_tables.py"))
+def test_the_page_of_a_method_has_its_metrics_and_settings_as_they_are_and_all_sections(name: str) -> None:
+    script = runpy.run_path(str(DOCS / "metrics_tables.py"))
     page = (DOCS / f"{name}.md").read_text()
-    assert all(mark in page for marks in script["MARKS"].values() for mark in marks)
-    assert page == script["page_with_tables"](name), "run python docs/settings_tables.py"
+    assert script["BEGIN"] in page
+    assert page == script["page_with_table"](name), "run python docs/metrics_tables.py"
     config_type = METHODS[name].config_type
-    assert set(script["docs_of"](config_type)) == {field.name for field in fields(config_type)}
+    assert set(docs_of(config_type)) == {field.name for field in fields(config_type)}
+    [table] = re.findall(r"\n\| setting \| default \| meaning \|\n\|[-|]+\n((?:\|.*\n)+)", page)
+    defaults = {field.name: repr(field.default).replace("'", '"') for field in fields(config_type)}
+    for setting, default in re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.MULTILINE):
+        assert defaults[setting] == default
     headings = re.findall(r"^## (.*)$", prose_of(DOCS / f"{name}.md"), re.MULTILINE)
     assert [heading for heading in headings if heading in SECTIONS] == SECTIONS
 
