@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tests.fuzz.layers import LAYERS
-from tests.fuzz.methods import METHODS, METHODS_OF_SHARDS, NOT_ELEMENTWISE, PARTIAL, Check, Settings
+from tests.fuzz.methods import METHODS, METHODS_OF_SHARDS, NOT_ELEMENTWISE, Check, Settings
 from tests.fuzz.optimizers import OPTIMIZERS, SCHEDULERS, Options, draw_options
 from tests.fuzz.sharding import RECOVERS, Sharding, draw_sharding
 from tests.fuzz.training import EVENTS, OF_HABITS, STEPS
@@ -127,7 +127,7 @@ def draw(method: str, seed: int, world_size: int = 2, num_shards: int | None = N
             if num_shards is None or refusable or not METHODS[name].refused_of_shards(settings):
                 return settings
 
-    options = _without_late_momentum(draw_options(random, optimizer), drawn_layers)
+    options = draw_options(random, optimizer, drawn_layers)
     no_dtensors = not OPTIMIZERS[optimizer].elementwise or (options.get("fused") and optimizer == "Adagrad")
     no_state = OPTIMIZERS[optimizer].refused or (num_shards and no_dtensors)
     drawn = Configuration(
@@ -160,9 +160,3 @@ def draw(method: str, seed: int, world_size: int = 2, num_shards: int | None = N
     )
     rounds |= world_size // (num_shards or 1) > 2 or (num_shards or 1) > 2
     return replace(drawn, double=rounds or any(LAYERS[name].rounds for name in drawn.layers))
-
-
-def _without_late_momentum(options: Options, layers: tuple[str, ...]) -> Options:
-    """PyTorch's fused SGD refuses a step in which only some parameters have a momentum, which a schedule may give."""
-    late = PARTIAL & set(layers)
-    return {**options, "fused": None} if late and "momentum" in options and "fused" in options else options

@@ -57,8 +57,6 @@ class Entry:
 
 #: Seconds after which a rank that waits has failed.
 TIMEOUT_S = 30.0
-#: Layers with parameters that have no gradient in some pass of some rank.
-PARTIAL = {"alternating", "by_replica", "by_data", "thawed"}
 
 _LOSSY = ["bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk"]
 

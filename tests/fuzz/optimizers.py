@@ -82,8 +82,12 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-def draw_options(random: Random, name: str) -> Options:
-    """Draws options with which the optimizer can be made."""
+#: Layers with parameters that have no gradient in some steps.
+PARTIAL = {"alternating", "by_replica", "by_data", "thawed"}
+
+
+def draw_options(random: Random, name: str, layers: Sequence[str]) -> Options:
+    """Draws options with which the optimizer can be made, and train a model with these layers."""
     while True:
         kind = OPTIMIZERS[name]
         options = {
@@ -94,6 +98,9 @@ def draw_options(random: Random, name: str) -> Options:
             getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], **options)
         except (ValueError, RuntimeError):  # momentum of nesterov, foreach with fused
             continue
+        if "momentum" in options and PARTIAL & {*layers}:
+            # PyTorch's fused SGD refuses a step in which only some have a momentum, which a schedule may give, too.
+            options.pop("fused", None)
         return options
 
 

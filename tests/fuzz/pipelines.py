@@ -113,7 +113,7 @@ def draw(seed: int, world_size: int) -> Pipeline:
         settings,
         layers,
         optimizer,
-        draw_options(random, optimizer),
+        draw_options(random, optimizer, layers),
         accumulate=1 if synchronous else random.choice([1, 1, 2]),
         events={random.randrange(1, MINI_BATCHES): random.choice(list(EVENTS)) for _ in range(random.randint(0, 2))},
         double=synchronous or "clip_norm" in settings or any(LAYERS[name].rounds for name in layers),

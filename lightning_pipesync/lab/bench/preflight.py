@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync import __version__
 from lightning_pipesync.lab.bench.job_sockets import address_of_this_host
+from lightning_pipesync.lab.bench.tables import version_of
 
 #: The request that returns the address of an interface (Linux, netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -81,7 +81,7 @@ def facts_of_this_host(rank: int) -> HostFacts:
     mtu = None
     with suppress(OSError, ValueError):
         mtu = int(Path(f"/sys/class/net/{interface}/mtu").read_text())
-    packages = {"torch": torch.__version__, "lightning-pipesync": __version__}
+    packages = {"torch": torch.__version__, "lightning-pipesync": version_of("lightning-pipesync") or "not installed"}
     return HostFacts(
         rank=rank,
         host=socket.gethostname(),

@@ -104,7 +104,7 @@ def environment() -> dict[str, Any]:
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: found for name in packages if (found := _version(name))},
+        "versions": {name: found for name in packages if (found := version_of(name))},
         "machine": platform.machine(),
         "system": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -112,7 +112,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
