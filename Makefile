@@ -13,7 +13,7 @@ READY := $(VENV)/.ready-$(PYTHON_VERSION)
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo results test test-all test-cuda rehearse-cuda test-kernels test-oldest test-extras test-ray fuzz lint lint-workflows docs dist clean
+.PHONY: demo results test test-all test-cuda rehearse-cuda test-kernels test-oldest test-extras test-ray fuzz drill lint lint-workflows docs dist clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -82,6 +82,10 @@ test-kernels: $(READY)
 # Random configurations against references, for an hour: `make fuzz FUZZ_ARGS="--seconds 600 --seed 1000 --method dear"`.
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+# Faults strike small trainings: `make drill DRILL_ARGS="--faults 100 --kinds kill freeze"`; docs/drill.md.
+drill: $(READY)
+	$(BIN)/python -m tests.drill $(DRILL_ARGS)
 
 # The lower bounds in pyproject.toml are what this proves.
 test-oldest:

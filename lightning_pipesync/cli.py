@@ -16,7 +16,6 @@ from typing import Any
 
 from lightning_pipesync import __version__
 from lightning_pipesync.core.extras import check_extra
-from lightning_pipesync.lab.drill.command import Drill
 from lightning_pipesync.lab.netlab.command import Netlab
 from lightning_pipesync.lab.plan.command import Plan
 from lightning_pipesync.launch.command import Launch, split_command, starts_replicas
@@ -31,7 +30,6 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
     "lighthouse": Lighthouse,
     "plan": Plan,
     "netlab": Netlab,
-    "drill": Drill,
     "bench": {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
         "collectives": "lightning_pipesync.lab.bench.collectives:Collectives",
@@ -45,7 +43,7 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
 
 #: The extra that each subcommand needs.
 EXTRAS = {"launch": "torchft", "lighthouse": "torchft"}
-EXTRAS |= {"plan": "plan", "netlab": "netlab", "drill": "plan", "bench": "bench"}
+EXTRAS |= {"plan": "plan", "netlab": "netlab", "bench": "bench"}
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
@@ -233,8 +231,6 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
         options = [
             "--json=true" if word == "--json" and after not in ("true", "false") else word for word, after in followed
         ]
-    if options[:1] == ["drill"]:
-        options = with_lists(options, Drill)
     if options[:1] == ["bench"] and options[1:2] and not options[1].startswith("-"):
         options = with_lists(options, components["bench"][options[1]])
     options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]

@@ -1,4 +1,4 @@
-"""What a method tells ``pipesync bench``, ``plan`` and ``drill`` about itself: its candidates, and its predictions."""
+"""What a method tells ``pipesync bench`` and ``plan`` about itself: its candidates, and its predictions."""
 
 from __future__ import annotations
 
@@ -118,17 +118,6 @@ class Exchange:
     at_once: bool = False  # all messages of a half are in flight at once, so that alpha counts once
 
 
-@dataclass(frozen=True)
-class Drilled:
-    """Settings in which a method is drilled.
-
-    ``repeatable``: two runs of the same seed have the same weights, bit for bit, whatever the ranks' pace.
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    repeatable: bool = True
-
-
 class LabEntry:
     """What the laboratory knows of a method. A method overrides what it has to say, in its folder.
 
@@ -138,15 +127,11 @@ class LabEntry:
         compared_by_step: whether ``pipesync bench step`` compares it if the user names no methods.
         compared_trainings: the settings that ``pipesync bench converge`` compares then, as they are typed.
         exchanges: whose costs a plan measures for :meth:`predict`.
-        drilled: the settings that ``pipesync drill`` chooses from, for a network of a few layers.
-        drilled_jobs: those with which it drills replicas that are jobs of their own; empty: they cannot be.
     """
 
     compared_by_step: bool = False
     compared_trainings: Sequence[str] = ()
     exchanges: Sequence[Exchange] = ()
-    drilled: Sequence[Drilled] = (Drilled(),)
-    drilled_jobs: Sequence[Drilled] = ()
 
     def __init__(self, method: type[Method]) -> None:
         self.method, self.name = method, method.name

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.lab.drill.simulation import with_lost_shards
+from tests.drill.simulation import with_lost_shards
 from tests.references.local_sgd import Result, apply, exchange, go_on_from_average, members
 from tests.references.selsync import average
 

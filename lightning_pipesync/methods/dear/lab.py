@@ -26,7 +26,7 @@ from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import choose_early_gathers
 from lightning_pipesync.methods.gradients.low_rank import P, Q
 from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
-from lightning_pipesync.methods.laboratory import BenchCandidate, Drilled, LabEntry, Prediction, StandIn, waiting_share
+from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
 
 #: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was
 #: measured, as on busy processors, fewer are better.
@@ -58,10 +58,6 @@ class DeARLab(LabEntry):
     """Candidates with several bucket sizes, and predictions by a simulation of the schedule."""
 
     compared_by_step = True
-    drilled = (
-        Drilled({"fusion": "none"}),
-        Drilled({"fusion": "buffer", "bucket_mb": 1e-4, "update": "sharded", "compression": "int8"}),
-    )
 
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]

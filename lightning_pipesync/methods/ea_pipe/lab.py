@@ -13,16 +13,11 @@ from lightning_pipesync.core import layers as chain
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
-from lightning_pipesync.methods.laboratory import Drilled, LabEntry, Prediction, StandIn
+from lightning_pipesync.methods.laboratory import LabEntry, Prediction, StandIn
 
 
 class EAPipeLab(LabEntry):
     """Stages with the layers that EA-Pipe would give them."""
-
-    drilled = (
-        Drilled({"split": "parameters"}),  # by their time they would be divided differently in each run
-        Drilled({"split": "parameters", "algorithm": "pipedream"}),
-    )
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
         """Yields a prediction if there are enough layers for all ranks."""

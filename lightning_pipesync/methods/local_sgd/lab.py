@@ -10,7 +10,6 @@ from lightning_pipesync.core.work import Work
 from lightning_pipesync.methods.laboratory import (
     AVERAGES,
     BenchCandidate,
-    Drilled,
     Exchange,
     LabEntry,
     Prediction,
@@ -40,22 +39,6 @@ class LocalSGDLab(LabEntry):
     compared_trainings = ("period=0.25epoch",)
     exchanges = (
         Exchange(AVERAGES, {codec: {**OUTER, "period": 1, "compression": codec} for codec in ("none", "int8", "int4")}),
-    )
-    drilled = (
-        Drilled({"period": 2}),
-        Drilled({"period": 2, "overlap_steps": 1, "outer_optimizer": "nesterov", "compression": "int8"}),
-    )
-    # Repeatable are those that the drill simulates: with overlap and codecs a loss also drops what is under way.
-    drilled_jobs = (
-        Drilled({"period": 2}),
-        Drilled({"period": 2, "outer_optimizer": "nesterov"}),
-        Drilled({"period": 3, "average_optimizer_states": True}),
-        Drilled({"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov"}, repeatable=False),
-        Drilled(
-            {"period": 2, "fragments": 2, "overlap_steps": 1, "outer_optimizer": "nesterov", "compression": "int8"},
-            repeatable=False,
-        ),
-        Drilled({"period": 2, "outer_optimizer": "nesterov", "compression": "int4"}, repeatable=False),
     )
 
     def bench_candidates(

@@ -17,7 +17,7 @@ from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import MethodWork, Work
 from lightning_pipesync.methods.hyperparameters import current
-from lightning_pipesync.methods.laboratory import BenchCandidate, Drilled, LabEntry, Prediction, StandIn
+from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 
@@ -34,8 +34,6 @@ class PipeSGDCandidate(BenchCandidate):
 
 class PipeSGDLab(LabEntry):
     """All-reduces that hide under whole steps, with each codec."""
-
-    drilled = (Drilled(), Drilled({"staleness": 2, "compression": "int8"}))
 
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import AVERAGES, BenchCandidate, Drilled, LabEntry, Prediction, StandIn
+from lightning_pipesync.methods.laboratory import AVERAGES, BenchCandidate, LabEntry, Prediction, StandIn
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
 #: The shares of local steps that are tried.
@@ -42,10 +42,6 @@ class SelSyncLab(LabEntry):
 
     compared_by_step = True
     compared_trainings = ("delta=0.1", "delta=0.3", "delta=1")
-    drilled = (
-        Drilled({"delta": 0.2, "smoothing": 0.5}),
-        Drilled({"delta": "auto", "lssr": 0.5, "outer_lr": 0.7, "overlap": "forward", "bucket_mb": 1e-4}),
-    )
 
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import BenchCandidate, Drilled, Exchange, LabEntry, Prediction
+from lightning_pipesync.methods.laboratory import BenchCandidate, Exchange, LabEntry, Prediction
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 
 #: The exchange whose cost a plan measures.
@@ -52,7 +52,6 @@ class ParameterServerLab(LabEntry):
     compared_trainings = ("policy=ssp,staleness_bound=100,servers=1",)
     training_config_type = ServedConfig
     exchanges = (Exchange(PUSH_AND_PULL, {"none": {}}, at_once=True),)
-    drilled = (Drilled({"policy": "sync"}), Drilled({"policy": "k_async", "servers": 1}, repeatable=False))
 
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]

@@ -55,7 +55,7 @@ def arguments_of(words: list[str]) -> tuple[str, list[str]] | None:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a command would do after its options are read, it does not."""
     monkeypatch.setattr(Command, "run", lambda self: None)
-    for command in (cli.Plan, cli.Drill, cli.Launch, cli.Lighthouse):
+    for command in (cli.Plan, cli.Launch, cli.Lighthouse):
         monkeypatch.setattr(command, "run", lambda self: None)
     monkeypatch.setattr(network.Network, "__enter__", lambda self: self)
     monkeypatch.setattr(network.Network, "__exit__", lambda self, *error: None)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.cli import main
-from lightning_pipesync.lab.drill.case import Case, Strike
-from lightning_pipesync.lab.drill.command import Drill
-from lightning_pipesync.lab.drill.faults import JOBS
+from tests.drill.__main__ import main
+from tests.drill.case import Case, Strike
+from tests.drill.command import Drill
+from tests.drill.faults import JOBS
 
 
 def test_faults_strike_and_are_judged(tmp_path: Path) -> None:
@@ -46,5 +46,5 @@ def test_faults_strike_and_are_judged(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_refused(words: list[str], said: str, capsys: Any) -> None:
-    assert main(["drill", *words]) == 2
+    assert main(words) == 2
     assert said in capsys.readouterr().err

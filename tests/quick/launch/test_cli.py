@@ -65,7 +65,7 @@ def test_only_what_emulates_a_network_leaves_that_of_the_machine(command: str, e
     assert emulates(command.split()) == expected
 
 
-COMMANDS = ("", "plan", "netlab", "drill", "launch", "lighthouse", "bench", "bench step", "bench converge")
+COMMANDS = ("", "plan", "netlab", "launch", "lighthouse", "bench", "bench step", "bench converge")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -32,7 +32,7 @@ ADAPTERS = {
     "accelerate": {"accelerate"},
     "transformers": {"transformers"},
     "ray": {"ray"},
-    "lab": {"lightning", "pytorch_lightning", "transformers", "accelerate"},  # plans, drills, and takes models
+    "lab": {"lightning", "pytorch_lightning", "transformers", "accelerate"},  # plans, and takes models
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipesync.core.digest import digest
-from lightning_pipesync.lab.drill.case import Case
-from lightning_pipesync.lab.drill.phases import Gate
-from lightning_pipesync.lab.drill.training import PlainLoop, PlainPipeline, Task, step_of
+from tests.drill.case import Case
+from tests.drill.phases import Gate
+from tests.drill.training import PlainLoop, PlainPipeline, Task, step_of
 
 #: Seconds that survivors have in addition to the timeout, from a fault to their end.
 MARGIN_S = 10.0
@@ -112,19 +112,19 @@ def plainly() -> Trainings:
 
 
 def in_trainer() -> Trainings:
-    from lightning_pipesync.lab.drill.in_lightning import fit
+    from tests.drill.in_lightning import fit
 
     return fit, fit
 
 
 def in_fabric() -> Trainings:
-    from lightning_pipesync.lab.drill.in_lightning import FabricLoop
+    from tests.drill.in_lightning import FabricLoop
 
     return FabricLoop.train, None
 
 
 def with_accelerate() -> Trainings:
-    from lightning_pipesync.lab.drill.in_accelerate import AccelerateLoop, AcceleratePipeline
+    from tests.drill.in_accelerate import AccelerateLoop, AcceleratePipeline
 
     return AccelerateLoop.train, AcceleratePipeline.train
 

@@ -9,8 +9,8 @@ from accelerate import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncPlugin
-from lightning_pipesync.lab.drill.phases import Gate
-from lightning_pipesync.lab.drill.training import Loop, Task, TrainsPipeline, optimizer_of
+from tests.drill.phases import Gate
+from tests.drill.training import Loop, Task, TrainsPipeline, optimizer_of
 
 
 class AccelerateLoop(Loop):

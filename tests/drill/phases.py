@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipesync.core.comm.messages import Messages
 
 if TYPE_CHECKING:
-    from lightning_pipesync.lab.drill.case import Strike
+    from tests.drill.case import Strike
 
 #: Optimizer steps of an epoch, at whose end the weights are consolidated and a checkpoint is saved; and of all.
 STEPS_OF_EPOCH, EPOCHS = 3, 3

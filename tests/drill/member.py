@@ -15,12 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipesync.lab.drill import system
-from lightning_pipesync.lab.drill.become import fork
-from lightning_pipesync.lab.drill.case import Strike
-from lightning_pipesync.lab.drill.phases import Gate
-from lightning_pipesync.lab.drill.subject import Subject
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
+from tests.drill import system
+from tests.drill.become import fork
+from tests.drill.case import Strike
+from tests.drill.phases import Gate
+from tests.drill.subject import Subject
 
 #: Characters of a rank's output that are kept.
 KEPT_OUTPUT = 20_000

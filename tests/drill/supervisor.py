@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.files import replacing
-from lightning_pipesync.lab.drill import system
-from lightning_pipesync.lab.drill.case import Case
-from lightning_pipesync.lab.drill.faults import DAMAGED_BYTES, JOBS
-from lightning_pipesync.lab.drill.jobs import Jobs, Told, disagreement, sections_of, simulated
-from lightning_pipesync.lab.drill.scene import RUN_S, Scene
-from lightning_pipesync.lab.drill.subject import Job
-from lightning_pipesync.lab.drill.verdict import (
+from tests.drill import system
+from tests.drill.case import Case
+from tests.drill.faults import DAMAGED_BYTES, JOBS
+from tests.drill.jobs import Jobs, Told, disagreement, sections_of, simulated
+from tests.drill.scene import RUN_S, Scene
+from tests.drill.subject import Job
+from tests.drill.verdict import (
     ENDED,
     FAILED,
     NOT_FIRED,
@@ -32,7 +32,7 @@ from lightning_pipesync.lab.drill.verdict import (
     judge,
     wrong_weights,
 )
-from lightning_pipesync.lab.drill.verdict_of_jobs import Seen, judge_jobs, lost_jobs
+from tests.drill.verdict_of_jobs import Seen, judge_jobs, lost_jobs
 
 #: Seconds after which the supervisor itself counts as hung, per run that a case may need.
 RUNS_OF_CASE = 6

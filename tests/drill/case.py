@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any
 
-from lightning_pipesync.lab.bench.method_candidate import lab_of
-from lightning_pipesync.lab.drill.faults import FAULTS, JOBS, RANKS, SUBJECTS, Fault
-from lightning_pipesync.lab.drill.phases import PHASES, PHASES_OF_JOBS, STEPS, WITHIN_STEPS
-from lightning_pipesync.methods.laboratory import Drilled
 from lightning_pipesync.training.registry import METHODS
+from tests.drill.faults import FAULTS, JOBS, RANKS, SUBJECTS, Fault
+from tests.drill.phases import PHASES, PHASES_OF_JOBS, STEPS, WITHIN_STEPS
+from tests.drill.settings import Drilled, of_jobs, of_ranks
 
 #: By name, the extra that installs it.
 FRAMEWORKS = {"plain": None, "lightning": "lightning", "fabric": "lightning", "accelerate": "accelerate"}
@@ -68,8 +67,7 @@ class Case:
 
     @property
     def drilled(self) -> Drilled:
-        entry = lab_of(self.method)
-        return (entry.drilled_jobs if self.subject == JOBS else entry.drilled)[self.variant]
+        return (of_jobs if self.subject == JOBS else of_ranks)(self.method)[self.variant]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,7 +94,7 @@ class Case:
 def frameworks_of(method: str, subject: str = RANKS) -> list[str]:
     """Returns the frameworks that have a method: Fabric has no pipelines."""
     if subject == JOBS:
-        return list(FRAMEWORKS_OF_JOBS) if lab_of(method).drilled_jobs else []
+        return list(FRAMEWORKS_OF_JOBS) if of_jobs(method) else []
     return [name for name in FRAMEWORKS if not (name == "fabric" and METHODS[method].makes_passes)]
 
 
@@ -109,7 +107,7 @@ def _draw_ranks(seed: int) -> Case:
     choose = random.Random(seed)
     method = choose.choice(sorted(METHODS))
     framework = choose.choice(frameworks_of(method))
-    variant = choose.randrange(len(lab_of(method).drilled))
+    variant = choose.randrange(len(of_ranks(method)))
     first = FAULTS[choose.choice([name for name, fault in FAULTS.items() if RANKS in fault.subjects])]
     sizes = [size for size in WORLD_SIZES if first.divides_evenly is False or size % 2 == 0]
     ranks = choose.choices(sizes, [WORLD_SIZES[size] for size in sizes])[0]
@@ -126,7 +124,7 @@ def _draw_jobs(seed: int) -> Case:
     choose = random.Random(seed)
     method = choose.choice([name for name in sorted(METHODS) if frameworks_of(name, JOBS)])
     framework = choose.choice(frameworks_of(method, JOBS))
-    variant = choose.randrange(len(lab_of(method).drilled_jobs))
+    variant = choose.randrange(len(of_jobs(method)))
     first = FAULTS[choose.choice([name for name, fault in FAULTS.items() if JOBS in fault.subjects])]
     jobs = choose.choices(list(NUM_JOBS), list(NUM_JOBS.values()))[0]
     strikes = [_strike_job(choose, first, range(jobs))]

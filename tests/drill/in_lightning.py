@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.lab.drill.phases import EPOCHS, STEPS_OF_EPOCH, Gate
-from lightning_pipesync.lab.drill.training import BATCH_SIZE, DividesData, Loop, Samples, Task, loss_of, optimizer_of
+from tests.drill.phases import EPOCHS, STEPS_OF_EPOCH, Gate
+from tests.drill.training import BATCH_SIZE, DividesData, Loop, Samples, Task, loss_of, optimizer_of
 
 
 class FabricLoop(Loop):

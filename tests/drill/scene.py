@@ -14,14 +14,14 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from lightning_pipesync.lab.drill import system
-from lightning_pipesync.lab.drill.become import fork
-from lightning_pipesync.lab.drill.case import Strike
-from lightning_pipesync.lab.drill.jobs import STARTS_AGAIN_S, run_lighthouse
-from lightning_pipesync.lab.drill.member import Member, run_launcher, run_rank
-from lightning_pipesync.lab.drill.phases import UNWATCHED
-from lightning_pipesync.lab.drill.subject import Subject, free_port
 from lightning_pipesync.lab.netlab.network import Network
+from tests.drill import system
+from tests.drill.become import fork
+from tests.drill.case import Strike
+from tests.drill.jobs import STARTS_AGAIN_S, run_lighthouse
+from tests.drill.member import Member, run_launcher, run_rank
+from tests.drill.phases import UNWATCHED
+from tests.drill.subject import Subject, free_port
 
 #: Seconds after a subject's limit in which they are late, and do not count as hanging.
 LATE_S = 5.0

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipesync.lab.drill.case import Case, Strike
-from lightning_pipesync.lab.drill.phases import UNWATCHED
+from tests.drill.case import Case, Strike
+from tests.drill.phases import UNWATCHED
 
 SURVIVED, ENDED, FAILED, NOT_FIRED, SKIPPED = "survived", "ended", "failed", "not fired", "skipped"
 #: All verdicts, the best first.

@@ -1,4 +1,4 @@
-"""The command ``pipesync drill``."""
+"""The command ``python -m tests.drill``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_pipesync.core.names import did_you_mean
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
-    from lightning_pipesync.lab.drill.case import Case
+    from tests.drill.case import Case
 
 
 @dataclass(frozen=True)
 class Drill:
-    """Has faults strike small trainings: each must survive, or end by naming the culprit, and be resumable.
+    """Injects faults into small trainings: each must survive, or fail naming the culprit, and resume.
 
     Real processes train on this machine, with all methods, in plain loops and in each framework. Each fault proves that
     it has happened. A drill that was broken off goes on where it was, if it gets the same options. The exit status is 1
@@ -57,9 +57,9 @@ class Drill:
             raise RuntimeError(f"A drill stops and inherits processes as Linux can; this is {sys.platform}.")
         cases = self._cases()  # checks the options
         # Imported here because they are slow to import.
-        from lightning_pipesync.lab.drill.report import read_records, report
-        from lightning_pipesync.lab.drill.supervisor import Place
-        from lightning_pipesync.lab.drill.verdict import FAILED, NOT_FIRED
+        from tests.drill.report import read_records, report
+        from tests.drill.supervisor import Place
+        from tests.drill.verdict import FAILED, NOT_FIRED
 
         place = Place(self.out.absolute(), self.timeout_s)
         if self.replay is not None:
@@ -71,12 +71,12 @@ class Drill:
             print(json.dumps(records[0], indent=1))
         else:
             report(records, self.out)
-            print(f"\nIn {self.out}: drill.json, drill.md, drill.png. To repeat one: pipesync drill --replay SEED")
+            print(f"\nIn {self.out}: drill.json, drill.md, drill.png. One again: python -m tests.drill --replay SEED")
         return int(any(record["verdict"] in (FAILED, NOT_FIRED) for record in records))
 
     def _cases(self) -> list[Case]:
-        from lightning_pipesync.lab.drill.case import FRAMEWORKS, draw, frameworks_of, schedule
-        from lightning_pipesync.lab.drill.faults import FAULTS, JOBS, SUBJECTS
+        from tests.drill.case import FRAMEWORKS, draw, frameworks_of, schedule
+        from tests.drill.faults import FAULTS, JOBS, SUBJECTS
 
         for name, value in (("faults", self.faults), ("timeout_s", self.timeout_s), ("jobs", self.jobs)):
             if value is not None and not value > 0:
@@ -89,7 +89,7 @@ class Drill:
         subjects = _chosen("subjects", self.subjects, list(SUBJECTS)) if self.subjects else possible
         cases = [] if self.replay is None else [draw(self.replay)]
         if JOBS in self.subjects or any(case.subject == JOBS for case in cases):
-            check_extra("torchft", f"pipesync drill with subjects={JOBS}")
+            check_extra("torchft", f"a drill with subjects={JOBS}")
         pairs = ((method, subject) for method in methods for subject in subjects)
         if not any(set(frameworks).intersection(frameworks_of(*pair)) for pair in pairs):
             raise ValueError(
@@ -100,7 +100,7 @@ class Drill:
             raise ValueError(f"kinds={', '.join(kinds)} do not strike subjects={', '.join(subjects)}: choose others.")
         for framework in self.frameworks or [case.framework for case in cases]:
             if (extra := FRAMEWORKS[framework]) is not None:
-                check_extra(extra, f"pipesync drill with frameworks={framework}")
+                check_extra(extra, f"a drill with frameworks={framework}")
         if cases:
             return cases
         return schedule(self.seed, self.faults, methods, frameworks, kinds, subjects)
@@ -129,7 +129,7 @@ class Drill:
             "imports": sorted({name for name in own if not name.startswith("lightning_pipesync.")}),
             "cases": [case.to_json() for case in cases],
         }
-        command = [sys.executable, "-m", "lightning_pipesync.lab.drill.server"]
+        command = [sys.executable, "-m", "tests.drill.server"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdin is not None
             assert server.stdout is not None

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
-from lightning_pipesync.lab.drill import system
-from lightning_pipesync.lab.drill.case import Case
-from lightning_pipesync.lab.drill.phases import EPOCHS, Gate
-from lightning_pipesync.lab.drill.simulation import Replica, Section, Simulation
-from lightning_pipesync.lab.drill.subject import MARGIN_S, Subject, result_of
-from lightning_pipesync.lab.drill.training import BATCH_SIZE, PlainJob, Samples, Task, loss_of, optimizer_of
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
 from lightning_pipesync.launch.lighthouse import Lighthouse
 from lightning_pipesync.methods.laboratory import period_of
 from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.training.registry import METHODS
+from tests.drill import system
+from tests.drill.case import Case
+from tests.drill.phases import EPOCHS, Gate
+from tests.drill.simulation import Replica, Section, Simulation
+from tests.drill.subject import MARGIN_S, Subject, result_of
+from tests.drill.training import BATCH_SIZE, PlainJob, Samples, Task, loss_of, optimizer_of
 
 #: Seconds after which a job that has ended starts again, as with ``pipesync launch``.
 STARTS_AGAIN_S = 1.0
@@ -99,13 +99,13 @@ def plainly() -> Any:
 
 
 def in_trainer() -> Any:
-    from lightning_pipesync.lab.drill.in_lightning import fit
+    from tests.drill.in_lightning import fit
 
     return fit
 
 
 def in_fabric() -> Any:
-    from lightning_pipesync.lab.drill.in_lightning import FabricJob
+    from tests.drill.in_lightning import FabricJob
 
     return FabricJob.train
 

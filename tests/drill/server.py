@@ -1,6 +1,6 @@
 """A program that has imported all that ranks need, and forks the cases of a drill: processes start in milliseconds.
 
-``python -m lightning_pipesync.lab.drill.server`` reads what to drill from its standard input, as JSON, and prints the
+``python -m tests.drill.server`` reads what to drill from its standard input, as JSON, and prints the
 seed of each case that has ended.
 """
 
@@ -22,12 +22,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # or libraries start threads when they are 
 
 import torch
 
-from lightning_pipesync.lab.drill import system
-from lightning_pipesync.lab.drill.become import fork, play
-from lightning_pipesync.lab.drill.case import Case
-from lightning_pipesync.lab.drill.subject import TRAININGS
-from lightning_pipesync.lab.drill.supervisor import Place, record_of, supervise, write_json
-from lightning_pipesync.lab.drill.verdict import FAILED, Verdict
+from tests.drill import system
+from tests.drill.become import fork, play
+from tests.drill.case import Case
+from tests.drill.subject import TRAININGS
+from tests.drill.supervisor import Place, record_of, supervise, write_json
+from tests.drill.verdict import FAILED, Verdict
 
 #: What a rank would import after the fork: optimizers and process groups of torch do, and what may be missing here.
 PRELOADED = (

@@ -8,7 +8,6 @@ what a fault should lead to, beyond the attributes of its class.
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 from collections.abc import Collection, Mapping
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from lightning_pipesync.lab.drill import system
-from lightning_pipesync.lab.drill.phases import PHASES, WITHIN_STEPS, Gate
+from tests.drill import system
+from tests.drill.phases import PHASES, WITHIN_STEPS, Gate
 
 if TYPE_CHECKING:
-    from lightning_pipesync.lab.drill.scene import Scene
+    from tests.drill.scene import Scene
 
 #: What faults strike: the ranks of one job, or replicas that are jobs of their own.
 RANKS, JOBS = SUBJECTS = ("ranks", "jobs")
@@ -118,23 +117,6 @@ class Signal(Fault):
     def _comes_late(self, scene: Scene, number: int) -> bool:
         """Returns whether the training may have ended first: a replica that is a job trains on to a round."""
         return scene.strikes[number].phase == "end" or scene.subject.has_lighthouse
-
-
-class OutOfMemory(Fault):
-    """A process that takes memory until the system kills it."""
-
-    name, ends_job = "oom", True
-
-    @override
-    def strike(self, gate: Gate, number: int) -> None:
-        taken = bytearray(os.urandom(2**16)) * (MEMORY_ASKED // 2**18)
-        gate.say(did=number, what=f"took {len(taken) >> 20} MiB")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    @override
-    def finish(self, scene: Scene, number: int) -> None:
-        if scene.said(number) and scene.exit_code_of_struck(number) == -signal.SIGKILL:
-            scene.prove(number, f"{scene.said(number)}, exit status -9")
 
 
 class MemoryLimit(Fault):
@@ -391,7 +373,6 @@ FAULTS: dict[str, Any] = {
     for fault in (
         Signal("kill", signal.SIGKILL),
         Signal("terminate", signal.SIGTERM),
-        OutOfMemory(),
         MemoryLimit(),
         Freeze(),
         Pause(),

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning_pipesync.lab.bench.pictures import COLOURS, picture
 from lightning_pipesync.lab.bench.tables import environment, show, table, write_results
-from lightning_pipesync.lab.drill.case import FRAMEWORKS
-from lightning_pipesync.lab.drill.faults import FAULTS, JOBS
-from lightning_pipesync.lab.drill.verdict import ENDED, FAILED, NOT_FIRED, SKIPPED, SURVIVED, VERDICTS
+from tests.drill.case import FRAMEWORKS
+from tests.drill.faults import FAULTS, JOBS
+from tests.drill.verdict import ENDED, FAILED, NOT_FIRED, SKIPPED, SURVIVED, VERDICTS
 
 Record = Mapping[str, Any]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipesync.lab.drill.phases import EPOCHS, STEPS, STEPS_OF_EPOCH, Gate
 from lightning_pipesync.training.registry import METHODS
+from tests.drill.phases import EPOCHS, STEPS, STEPS_OF_EPOCH, Gate
 
 BATCH_SIZE, FEATURES, CLASSES, WIDTH = 4, 6, 2, 10
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipesync.lab.drill.case import Case
-from lightning_pipesync.lab.drill.verdict import ENDED, FAILED, NOT_FIRED, SURVIVED, Fate, Verdict
+from tests.drill.case import Case
+from tests.drill.verdict import ENDED, FAILED, NOT_FIRED, SURVIVED, Fate, Verdict
 
 #: What jobs say that find too few to begin with.
 TOO_FEW = "Training begins with num_replicas="
