@@ -14,7 +14,7 @@ from tests.cuda.device import BACKEND, DEVICE, ON_GPU, forget_peak, launch_on_de
 from tests.support.case_table import Outcomes, launch_cases
 
 #: DeAR measures its first steps, and makes its schedule from them.
-WARM_UP, MEASURED = 12, 10
+WARM_UP, MEASURED = (12, 10) if ON_GPU else (2, 2)
 WIDTH, BATCH = 512, 64
 #: Settings that keep the buckets as they are, several of them, and what else a user would choose.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -35,10 +35,10 @@ from tests.support.case_table import Outcomes, launch_cases
 
 Record = Callable[[str, object], None]
 
-WARM_UP, MEASURED = 16, 4
+WARM_UP, MEASURED = 16 if ON_GPU else 2, 4
 #: Kernels of a reduce-scatter and an all-gather of fp32 values, as docs/gpus.md has them.
 KERNELS = {"none": 3, "bf16": 6, "fp8": 6, "int8": 6, "int4": 6, "chunked_topk": 6, "topk": 11}
-WIDTH, BATCH = 1024, 32
+WIDTH, BATCH = 1024 if ON_GPU else 64, 32
 
 
 def network() -> nn.Sequential:
