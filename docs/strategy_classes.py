@@ -17,12 +17,14 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_pipesync.fabric.strategy import mixin_of as fabric_mixin_of
 from lightning_pipesync.lightning.pipeline import mixin_of as lightning_mixin_of
+from lightning_pipesync.methods.method import Method
 from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.strategies import MixinOf, signature_of
 
 ROOT = Path(__file__).parents[1]
 #: The methods of the package, without those that users register.
 BUILT_IN = [method for method in METHODS.values() if method.__module__.startswith("lightning_pipesync.")]
+IN_FABRIC = [method for method in BUILT_IN if not method.makes_passes]
 WRITTEN = "# Written by docs/strategy_classes.py."
 TRAINER = """
 class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...
@@ -59,13 +61,19 @@ class Types:
         return str(annotation.__name__)
 
 
-def stub(mixin_of: MixinOf, ddp_strategy: type, suffix: str, base: str, imports: list[str], classes: str = "") -> str:
+def stub(
+    mixin_of: MixinOf,
+    ddp_strategy: type,
+    suffix: str,
+    base: str,
+    imports: list[str],
+    classes: str,
+    methods: list[type[Method]],
+) -> str:
     """Returns the stub of a module with the strategies of a framework; ``classes`` are others that it has."""
     types, stated = Types(), []
-    for method in BUILT_IN:
+    for method in methods:
         mixin, without = mixin_of(method)
-        if mixin.__name__.startswith("Refused"):
-            continue
         types.imported.add(mixin)
         arguments = list(signature_of(method, mixin, ddp_strategy, without).parameters.values())[1:]
         given = ", ".join(f"{one.name}: {types.text(one.annotation)} = ..." for one in arguments)
@@ -74,18 +82,14 @@ def stub(mixin_of: MixinOf, ddp_strategy: type, suffix: str, base: str, imports:
     imports += [f"from {_exported_by(cls)} import {cls.__name__}" for cls in types.imported if cls.__name__ != "device"]
     imports += ["from typing import Literal", "from torch import device"]
     imports += ["from lightning_pipesync.training.strategies import Strategies"]
-    return "\n".join(
-        ["# Written by docs/strategy_classes.py.", *sorted(set(imports)), classes, *stated, "STRATEGIES: Strategies"]
-    )
+    return "\n".join([WRITTEN, *sorted(set(imports)), classes, *stated, "STRATEGIES: Strategies"])
 
 
 def twin(module: str, text: str) -> str:
     """Returns the stub of the twin distribution: the same classes."""
     names = [line.partition("(")[0].removeprefix("class ") for line in text.splitlines() if line.startswith("class ")]
     names = [name for name in names if not name.startswith("_")] + ["STRATEGIES"]
-    return "\n".join(
-        ["# Written by docs/strategy_classes.py.", *(f"from {module} import {name} as {name}" for name in names)]
-    )
+    return "\n".join([WRITTEN, *(f"from {module} import {name} as {name}" for name in names)])
 
 
 def files() -> Iterator[tuple[Path, str]]:
@@ -98,8 +102,8 @@ def files() -> Iterator[tuple[Path, str]]:
         f"from {adapter}.trace import TraceCallbackMixin",
     ]
     of_fabric = ["from lightning_pipesync.fabric.distribution import DDPStrategy"]
-    trainer = stub(lightning_mixin_of, DDPStrategy, "Strategy", "_Strategy", of_trainer, TRAINER)
-    fabric = stub(fabric_mixin_of, FabricDDPStrategy, "FabricStrategy", "DDPStrategy", of_fabric)
+    trainer = stub(lightning_mixin_of, DDPStrategy, "Strategy", "_Strategy", of_trainer, TRAINER, BUILT_IN)
+    fabric = stub(fabric_mixin_of, FabricDDPStrategy, "FabricStrategy", "DDPStrategy", of_fabric, "", IN_FABRIC)
     texts = {
         "lightning/__init__.pyi": trainer,
         "lightning/twin.pyi": twin("lightning_pipesync.lightning", trainer),

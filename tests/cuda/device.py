@@ -114,6 +114,11 @@ def why_not_over_nccl() -> str:
     return str(result)
 
 
+def skip_unless_over_nccl() -> None:
+    if reason := why_not_over_nccl():
+        pytest.skip(f"NCCL does not run on two ranks of one device: {reason}")
+
+
 def _sum_over_nccl() -> str:
     try:
         ones = torch.ones(1000, device=DEVICE)

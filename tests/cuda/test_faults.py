@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync import DeAR, SelSync
-from tests.cuda.device import DEVICE, ON_GPU, installed, launch_on_device, launch_over_nccl, why_not_over_nccl
+from tests.cuda.device import DEVICE, ON_GPU, installed, launch_on_device, launch_over_nccl, skip_unless_over_nccl
 from tests.support.harness import DIED, kill_stopped_siblings
 
 TIMEOUT_S = 15
@@ -47,8 +47,8 @@ def train_until_lost(name: str, backend: str, number: int) -> tuple[str, float]:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_other_rank_names_it(name: str, backend: str, number: int) -> None:
-    if backend == "nccl" and why_not_over_nccl():
-        pytest.skip(f"NCCL does not run on two ranks of one device: {why_not_over_nccl()}")
+    if backend == "nccl":
+        skip_unless_over_nccl()
     start = launch_over_nccl if backend == "nccl" else launch_on_device
     [(message, seconds), died] = start(train_until_lost, 2, name, backend, number, may_die=(1,), timeout_s=120)
     assert died == DIED

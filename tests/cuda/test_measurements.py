@@ -20,10 +20,9 @@ from lightning_pipesync.lab.plan.saved import of_result
 from tests.cuda.device import (
     DEVICE,
     ON_GPU,
-    launch_on_device,
     launch_over_nccl,
+    skip_unless_over_nccl,
     synchronize,
-    why_not_over_nccl,
 )
 
 Record = Callable[[str, object], None]
@@ -84,7 +83,7 @@ def plan() -> str:
 
 
 def test_a_plan(record_property: Record) -> None:
-    if ON_GPU and why_not_over_nccl():
-        pytest.skip(f"NCCL does not run on two ranks of one device: {why_not_over_nccl()}")
-    [text, _] = (launch_over_nccl if ON_GPU else launch_on_device)(plan, 2)
+    if ON_GPU:
+        skip_unless_over_nccl()
+    [text, _] = launch_over_nccl(plan, 2)
     record_property("plan", text)

@@ -19,7 +19,7 @@ from tests.cuda.device import (
     installed,
     launch_over_nccl,
     on_device,
-    why_not_over_nccl,
+    skip_unless_over_nccl,
 )
 from tests.cuda.test_gloo import by_ddp
 from tests.quick.core.test_nccl import exchange_all_kinds
@@ -30,9 +30,7 @@ NAMES = [name for name in METHODS if name not in ("parameter_server", "ea_pipe")
 
 @pytest.fixture(autouse=True)
 def two_ranks() -> None:
-    reason = why_not_over_nccl()
-    if reason:
-        pytest.skip(f"NCCL does not run on two ranks of one device: {reason}")
+    skip_unless_over_nccl()
 
 
 def exchange_on_device(sums_wide: bool) -> dict[str, bool]:

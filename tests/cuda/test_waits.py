@@ -36,8 +36,15 @@ from tests.support.case_table import Outcomes, launch_cases
 Record = Callable[[str, object], None]
 
 WARM_UP, MEASURED = 16 if ON_GPU else 2, 4
-#: Kernels of a reduce-scatter and an all-gather of fp32 values, as docs/gpus.md has them.
+#: Kernels of a reduce-scatter and an all-gather of fp32 values, as docs/gpu_checks.md has them.
 KERNELS = {"none": 3, "bf16": 6, "fp8": 6, "int8": 6, "int4": 6, "chunked_topk": 6, "topk": 11}
+#: Settings in which the memory of methods is compared with DDP's.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dear": {"fusion": "buffer"},
+    "selsync": {"delta": 0.0},
+    "local_sgd": {"period": 2},
+    "pipe_sgd": {},
+}
 WIDTH, BATCH = 1024 if ON_GPU else 64, 32
 
 
@@ -58,7 +65,7 @@ def waits_in_steps(name: str) -> int:
     make, settings, _ = WAITS[name]
     with patch.object(Collectives, "_alone", False):  # collectives of NCCL that one rank would leave out
         model = network()
-        settings = installed(settings, name[:4].lower())
+        settings = installed(settings, make.name)
         sync = make(model, torch.optim.SGD(model.parameters(), lr=0.01), backend=BACKEND, **settings)
         train(model, sync.step, WARM_UP)
         synchronize()
@@ -134,14 +141,6 @@ def peak_mib(name: str | None) -> float:
         if name is not None:
             sync.detach()
     return peak
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dear": {"fusion": "buffer"},
-    "selsync": {"delta": 0.0},
-    "local_sgd": {"period": 2},
-    "pipe_sgd": {},
-}
 
 
 def test_memory_beside_ddp(record_property: Record) -> None:
