@@ -135,8 +135,7 @@ def check_same_values(
                     state = states.get(tensor)
                     text = f"digest {digest(state)}" if state else "none"
                     described.append((f"{_name(optimizers, index)}'s state of {name}", text))
-    if len(set(transport.gather_objects(digest(described)))) > 1:  # large models have many parameters
-        check_same(transport, described, "Load the same on all ranks.")
+    check_same(transport, described, "Load the same on all ranks.")
 
 
 def check_copies(transport: Transport, parameters: Sequence[tuple[str, Tensor]]) -> None:
@@ -163,12 +162,16 @@ def check_copies(transport: Transport, parameters: Sequence[tuple[str, Tensor]])
 def check_same(transport: Transport | Objects, described: Sequence[tuple[str, str]], remedy: str = "") -> None:
     """Compares pairs of a name and a description, and their order, over the ranks; a collective call.
 
+    Large models have many parameters, and jobs many ranks: only two ranks that differ send more than a digest.
+
     Raises:
         ValueError: on every rank: they differ; the message names what differs, its value on two ranks, and ``remedy``.
     """
-    everyone = transport.gather_objects(described)
-    for rank, other in zip(transport.ranks, everyone, strict=True):
-        raise_if_different(everyone[0], other, rank, remedy, transport.ranks[0])
+    digests = transport.gather_objects(digest(described))
+    differs = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    if differs is not None:
+        first, other = (transport.broadcast_object(described, rank) for rank in (0, differs))
+        raise_if_different(first, other, transport.ranks[differs], remedy, transport.ranks[0])
 
 
 def raise_if_different(

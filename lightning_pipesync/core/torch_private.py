@@ -371,17 +371,24 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return distributed_c10d._world.pg_map[group][1]
 
 
-def new_gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> dist.ProcessGroup:
+def new_gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, address: str, connect: timedelta
+) -> dist.ProcessGroup:
     """Returns a Gloo group that ``torch.distributed`` does not know, on the interface that has ``address``.
 
-    If ``GLOO_SOCKET_IFNAME`` is set, it is on that one. It has the methods of a process group.
+    If ``GLOO_SOCKET_IFNAME`` is set, it is on that one. It has the methods of a process group. The ranks connect within
+    ``connect``; ``timeout`` is that of collectives.
+
+    Raises:
+        RuntimeError: a rank does not connect in time.
     """
     gloo: Any = dist.ProcessGroupGloo
     options, by_name = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
-    options._timeout = timeout
+    options._timeout = min(connect, timeout)
     device = gloo.create_device(interface=by_name.split(",")[0]) if by_name else gloo.create_device(hostname=address)
     options._devices = [device]
     group: dist.ProcessGroup = gloo(store, rank, size, options)
+    gloo._set_default_timeout(group, timeout)
     return group
 
 

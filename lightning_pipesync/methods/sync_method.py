@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -116,6 +116,7 @@ class SyncMethod(StepCalls):
         self._gradient_hooks: dict[int, list[RemovableHandle]] = {}
         self._loads: Loads | None = None
         self._followed: list[Callable[[], list[Tensor]]] = []
+        self._ends: list[Callable[[float], object]] = []
         self.transport = self._make_transport(device_of(module), backend)
         self.user_steps = UserSteps(self)
         self.transport.end_other_waits(groups_of_shards(module))
@@ -141,7 +142,7 @@ class SyncMethod(StepCalls):
             self._loads = Loads(module, self.optimizers) if self.same_weights else None
             self._attach(parameters)
         except BaseException:
-            SyncMethod._detach(self, timeout_s=1.0)
+            self._detach(timeout_s=1.0)
             raise
 
     # --- replicas that come and go ----------------------------------------------------------------------------------
@@ -232,7 +233,25 @@ class SyncMethod(StepCalls):
                 until_taken.enter_context(guard.stepping())
             yield
 
+    def _at_detach(self, end: Callable[[float], object]) -> None:
+        """Adds what ends a part of the method, called by :meth:`detach`, or if attaching fails; the last one first.
+
+        ``end`` gets the maximum seconds to wait.
+        """
+        self._ends.append(end)
+
+    def _remove_at_detach(self, hooks: Iterable[RemovableHandle]) -> None:
+        for hook in hooks:
+            self._at_detach(lambda _, hook=hook: hook.remove())  # type: ignore[misc]
+
     def _detach(self, timeout_s: float) -> None:
+        with ExitStack() as ends:
+            ends.callback(self._end, timeout_s)
+            for end in self._ends:
+                ends.callback(end, timeout_s)
+            self._ends.clear()
+
+    def _end(self, timeout_s: float) -> None:
         for hook in chain.from_iterable(self._gradient_hooks.values()):
             hook.remove()
         self.user_steps.release()
@@ -247,7 +266,10 @@ class SyncMethod(StepCalls):
 
     @abstractmethod
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        """Prepares the module and the optimizers for the method; called once, on all ranks."""
+        """Prepares the module and the optimizers for the method; called once, on all ranks.
+
+        What it starts or registers it hands to :meth:`_at_detach` at once.
+        """
 
     def _problem(self) -> ValueError | None:
         """Returns the error if the settings do not support the optimizers; None if they do."""

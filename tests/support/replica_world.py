@@ -132,7 +132,9 @@ class Method:
         self.process, self.world = process, process.world
         self.rounds: tuple[tuple[str, ...], ...] = ()
         self.transport = SimpleNamespace(
-            new_objects=lambda: SimpleNamespace(rank=0, gather_objects=lambda each: [each]),
+            new_objects=lambda: SimpleNamespace(
+                rank=0, gather_objects=lambda each: [each], broadcast_object=lambda each: each
+            ),
             end_waits_for_shards=lambda: None,
             exchange_with=lambda line: None,
             exchange_flags=lambda flag: self._line.start(("flag", flag)),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.checksum import checksum
@@ -276,9 +277,14 @@ class Collectives:
         """Frees the buffers that are kept for reuse."""
         self._exchange.release_memory()
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Gloo's group."""
+        return self._gloo.group
+
     def end_waits(self) -> None:
         """Ends all waits over Gloo with an error, for good."""
-        end_waits(self._gloo.group)
+        end_waits(self.group)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread; waits at most ``timeout_s`` seconds for operations in flight."""

@@ -104,6 +104,12 @@ class ProcessGroups:
         groups = {ranks: self.new(backend, ranks) for ranks in dict.fromkeys(map(tuple, divided))}
         return groups[tuple(divided[dist.get_rank()])]
 
+    def close(self, group: dist.ProcessGroup) -> None:
+        """Closes the connections of one of Gloo's groups, in which this rank waits for no other; no collective call."""
+        self._groups.remove(group)
+        with suppress(Exception):  # fails if a peer has died
+            dist.destroy_process_group(group)
+
     def num_hosts(self, ranks: Sequence[int]) -> int:
         return len({self.hosts[rank] for rank in ranks})
 

@@ -24,6 +24,9 @@ CONNECT_S = 5.0
 #: Seconds in which it does so if it is one of many.
 ANSWER_S = 1.0
 
+#: Seconds in which all ranks of a line connect once all have come: a rank that dies in between cannot be told apart.
+MESH_S = 30.0
+
 #: The key by which a rank tells those that wait for it in a line that it does not come.
 GIVEN_UP = "given up"
 
@@ -77,7 +80,11 @@ class Line:
         self.watch = PeerWatch(timeout, end_waits=self.end_waits)
         store = _join(stores[0], key, timeout)
         self._meet(store, stores, timeout)
-        self.group = new_gloo_group(store, rank, self.size, timeout, split_address(stores[rank])[0])
+        address, connect = split_address(stores[rank])[0], timedelta(seconds=MESH_S)
+        try:
+            self.group = new_gloo_group(store, rank, self.size, timeout, address, connect)
+        except RuntimeError as error:
+            raise dist.DistStoreError(f"not all have connected: {error}") from error
 
     def end_waits(self) -> None:
         end_waits(self.group)

@@ -89,6 +89,7 @@ class Mail:
         self._interval_s = min(INTERVAL_S, timeout_s * FRACTION_OF_TIMEOUT)
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: list[_Inbox] = []
+        self._own: Worker | None = None
         self._closing = threading.Event()
 
     def start(self, deliver: Deliver, lose: Lose, end: End) -> None:
@@ -104,7 +105,8 @@ class Mail:
         up, down = self._upwards, self._downwards
         ways = {peer: (up, down) if peer > self._rank else (down, up) for peer in range(up.world_size)}
         del ways[self._rank]
-        self._own, device = Worker("pipesync-mail-own", device=self._device), self._device
+        device = self._device
+        self._own = Worker("pipesync-mail-own", device=device)
         self._outboxes = {
             peer: _Outbox(to, peer, device, self._traffic, self._interval_s) for peer, (to, _) in ways.items()
         }
@@ -124,6 +126,7 @@ class Mail:
                 letter.parcel = packed(letter.message, self._copies)
             self._outboxes[rank].put(letter)
             return
+        assert self._own is not None
         computed = self._computed(letter.message)
 
         def deliver() -> None:
@@ -141,9 +144,9 @@ class Mail:
 
         If an exception is being handled, this rank counts as lost for the others.
         """
-        self._at_end.cancel()
-        if self._closing.is_set():
+        if self._own is None or self._closing.is_set():
             return
+        self._at_end.cancel()
         self._closing.set()
         delivered = threading.Event()
         self._own.submit(delivered.set)

@@ -60,6 +60,20 @@ class Objects:
                 _check(each, header, rank)
         return [pickle.loads(each.numpy().tobytes()) for each in wires]
 
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Returns the ``obj`` (picklable and small) of rank ``src`` on all ranks; blocks. Bytes are not counted."""
+        if self.world_size == 1:
+            return obj
+        wire = torch.frombuffer(bytearray(pickle.dumps(obj if self.rank == src else None)), dtype=torch.uint8)
+        with self._traffic.waiting("objects"), self._watch.waiting("an object", self.ranks[src]):
+            header = _header(wire)
+            self._group.broadcast(header, src).wait()
+            if self.rank != src:
+                wire = torch.empty(_size(header, self.ranks[src]), dtype=torch.uint8)
+            self._group.broadcast(wire, src).wait()
+            _check(wire, header, self.ranks[src])
+        return pickle.loads(wire.numpy().tobytes())
+
     def greatest(self, number: int) -> int:
         """Returns the greatest of all ranks' numbers, on all ranks; blocks, and is cheap enough for each step."""
         if self.world_size == 1:

@@ -141,7 +141,9 @@ class Transport(Collectives):
         self._gloo, self._messages = GlooExchange(line.group, line.watch, kind), kind(line.group, 0, line.watch)
         self._nccl, self._exchange, self.backend, self.waits = None, self._gloo, "gloo", line.watch
         if self.shards is not None:  # a rank that has lost another replica may have ended waits
-            self.shards = self._collectives_of_shards()
+            self.shards.close(CLOSE_S)
+            former, self.shards = self.shards, self._collectives_of_shards()
+            self._groups.close(former.group)
 
     def end_waits_for_shards(self) -> None:
         """Ends all waits for the ranks that hold this rank's replica; :meth:`exchange_with` makes another group."""
@@ -197,6 +199,10 @@ class Transport(Collectives):
     def gather_objects(self, obj: Any) -> list[Any]:
         """See :meth:`Objects.gather_objects`."""
         return self._objects.gather_objects(obj)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """See :meth:`Objects.broadcast_object`."""
+        return self._objects.broadcast_object(obj, src)
 
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
         """See :meth:`Objects.collect_states`."""

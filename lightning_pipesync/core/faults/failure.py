@@ -132,8 +132,14 @@ class PeerWatch:
 
     def failed_wait(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
         """Returns the error that names the rank at fault for the failed wait of the calling thread."""
-        self.waits.setdefault(threading.get_ident(), (what, peer, self.now()))
-        return mark_as_naming(RuntimeError(self._explain(what, error)))
+        thread = threading.get_ident()
+        is_published = thread in self.waits
+        self.waits.setdefault(thread, (what, peer, self.now()))
+        try:
+            return mark_as_naming(RuntimeError(self._explain(what, error)))
+        finally:
+            if not is_published:  # otherwise this rank, which may survive the loss, would seem to wait for ever
+                del self.waits[thread]
 
     def ask_store(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``, which calls the store; after :meth:`start`, with several ranks.

@@ -142,7 +142,7 @@ class EagerGathers:
         schedule = None
         if self._transport.rank == 0:
             schedule = choose_early_gathers(self._bucket_times(self._link), divisible=self._transport.gathers_parts)
-        self._early = self._transport.gather_objects(schedule)[0]
+        self._early = self._transport.broadcast_object(schedule)
         self._version = self._fused.version
 
     @property

@@ -60,7 +60,7 @@ class FusedBuckets:
         """Fuses the parameters in the order that rank 0 has observed; a collective call."""
         index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
         observed = [[index_of[k] for k in keys if k in index_of] for keys in (self._order.ready, self._order.needed)]
-        ready, needed = self._transport.gather_objects(observed)[0]
+        ready, needed = self._transport.broadcast_object(observed)
         everything = range(len(self._parameters))
         ready += sorted(set(everything).difference(ready), reverse=True)  # those not observed come last
         needed += sorted(set(everything).difference(needed))

@@ -88,20 +88,26 @@ class DeAR(SyncMethod):
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._order = order = ExecutionOrder(self._module, self.transport.device)
         self._queue = queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
+        self._at_detach(queue.close)
         config = self._effective_config
         self._feedpipe: FeedPipe[FusedBucket] = FeedPipe(self._module, order, queue)
+        self._at_detach(lambda _: self._feedpipe.remove_hooks())
         self._fused = FusedBuckets(order, self.optimizers, config, self.transport, self._feedpipe)
+        self._at_detach(self._release_buckets)
         self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
+        self._at_detach(self._tuner.close)
         self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
         self._policy = policy = DeARPolicy(self, self._fused, order, self._tuner, self._early, queue, self._feedpipe)
         apart = [OfOptimizer(self._fused, index) for index, _ in enumerate(self.optimizers)]
         reduced: Sequence[ReducedBuckets] = [self._fused] if self.reduces_together else apart
         self._backpipes = [BackPipe(buckets, queue, policy) for buckets in reduced]  # the first has all hooks
+        self._at_detach(lambda _: self._backpipes[0].remove_hooks())
         self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
-        self._hooks = hook_loading(self._after_loading, optimizers=self.optimizers)
+        self._remove_at_detach(hook_loading(self._after_loading, optimizers=self.optimizers))
         trained = [parameter.tensor for parameter in parameters if parameter.group]
-        self._hooks += hook_loading(policy.after_loading, modules_with(self._module, trained))
+        self._remove_at_detach(hook_loading(policy.after_loading, modules_with(self._module, trained)))
+        self._at_detach(lambda _: self._bring_back_states())
         self._set_parameters(parameters)
 
     @property
@@ -191,7 +197,7 @@ class DeAR(SyncMethod):
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the averaged gradient by its L2 norm; ranks all-reduce the squared norms of their shards."""
-        self.reduce(optimizer, unscale=False)
+        self.reduce(optimizer)
         index = self._index(optimizer)
         norms = foreach_norm(self._gradient_shards(index))
         squares = torch.stack(norms).square_()  # its dtype is the same on all ranks, as the buckets'
@@ -208,7 +214,7 @@ class DeAR(SyncMethod):
         return norm
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
-        self.reduce(optimizer, unscale=False)
+        self.reduce(optimizer)
         for flat in self._averaged_gradients(self._index(optimizer)):
             flat.clamp_(-max_value, max_value)
 
@@ -342,17 +348,13 @@ class DeAR(SyncMethod):
         for index, _ in enumerate(self.optimizers):
             self._return_states(index)
 
-    def _detach(self, timeout_s: float) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def _bring_back_states(self) -> None:
         for optimizer in self.optimizers:
             bring_back(optimizer)
-        self._backpipes[0].remove_hooks()
-        self._feedpipe.remove_hooks()
-        self._tuner.close(timeout_s)
-        self._queue.close(timeout_s)
+
+    def _release_buckets(self, timeout_s: float) -> None:
+        self._queue.close(timeout_s)  # which may still write to them
         self._fused.release()
-        super()._detach(timeout_s)
 
     def _return_states(self, index: int) -> None:
         """Sets the whole state of an optimizer, unless one was loaded, maybe on this rank alone; a collective call."""

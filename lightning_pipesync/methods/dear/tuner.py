@@ -141,7 +141,7 @@ class FusionTuner:
     def change(self) -> None:
         """Changes the buckets for the next trial, or finally; a collective call, with nothing in flight."""
         decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
-        self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
+        self.trials, fusion, self.finished = self._transport.broadcast_object(decision)
         if self._fused.differs_from(fusion):
             self._fused.fuse_anew(fusion)
         self._begin_trial(fusion)

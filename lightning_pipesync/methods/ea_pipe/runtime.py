@@ -348,8 +348,8 @@ class EAPipe(PipelineMethod):
         try:
             inspected = self._on_all_ranks(inspect)
             if self.transport is not None:
-                of_lines = self.transport.job.gather_objects(inspected)
-                inspected = of_lines[line_of(first, self.num_stages, self.config)[0]]
+                holder = line_of(first, self.num_stages, self.config)[0]
+                inspected = self.transport.job.broadcast_object(inspected, holder)
             self._make_stages(lambda: self._split.choose(inspected))
         except ValueError:
             self.detach()  # as where the constructor refuses something

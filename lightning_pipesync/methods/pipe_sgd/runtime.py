@@ -67,10 +67,15 @@ class PipeSGD(SyncMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
-
+        self._at_detach(self._queue.close)
         rows = zip(self.optimizers, self.user_steps.guards, self._by_optimizer(parameters), strict=True)
-        self._pipes = [GradientPipe(self, *row, self._queue) for row in rows]
+        self._pipes: list[GradientPipe] = []
+        for row in rows:
+            pipe = GradientPipe(self, *row, self._queue)
+            self._at_detach(lambda _, pipe=pipe: pipe.close())  # type: ignore[misc]
+            self._pipes.append(pipe)
         self._prediction = PredictionHooks(self._module, self._pipes, self.config.predicts, lambda: self.flushed)
+        self._at_detach(lambda _: self._prediction.remove())
         self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
 
     @property
@@ -229,13 +234,6 @@ class PipeSGD(SyncMethod):
         self._take_new_parameters()  # such as those that a callback has thawed before the checkpoint
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)
-
-    def _detach(self, timeout_s: float) -> None:
-        self._prediction.remove()
-        for pipe in self._pipes:
-            pipe.close()
-        self._queue.close(timeout_s)
-        super()._detach(timeout_s)
 
     def _by_optimizer(self, parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
         return [

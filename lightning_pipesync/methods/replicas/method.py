@@ -66,6 +66,8 @@ class ReplicaMethod(SyncMethod):
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._parameters, self._has_warned = parameters, False
         self._place = self.transport.rank, self.transport.world_size  # of which the units are
+        self._units: list[ReplicaUnit] = []
+        self._at_detach(self._close_units)
         self._units = self._new_units()
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._non_trainable = self._non_trainable_tensors(others, self._module)
@@ -74,10 +76,12 @@ class ReplicaMethod(SyncMethod):
         overlaps = self.config.overlaps_forward and self.transport.world_size > 1 and not is_compiled(self._module)
         replicas = self._replicas
         self._overlap = ForwardOverlap(self._module, parameters, replicas, self.transport) if overlaps else None
+        if self._overlap is not None:
+            self._at_detach(self._overlap.close)
         compared = [r for r in replicas if r.global_weights.flats or self.config.overlap_steps]
         weights = [tensor for replicas in compared for tensors in replicas.tensors for tensor in tensors]
         # Not of a teacher, into which the trained weights may be loaded at every step.
-        self._load_hooks = hook_loading(self._after_loading, modules_with(self._module, weights))
+        self._remove_at_detach(hook_loading(self._after_loading, modules_with(self._module, weights)))
 
     @abstractmethod
     def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> AveragingPolicy:
@@ -379,14 +383,9 @@ class ReplicaMethod(SyncMethod):
                 "averaged weights, do not load the state; in an adapter's checkpoint, remove the key 'pipesync'."
             )
 
-    def _detach(self, timeout_s: float) -> None:
-        for hook in getattr(self, "_load_hooks", ()):
-            hook.remove()
-        for unit in getattr(self, "_units", ()):
+    def _close_units(self, _: float) -> None:
+        for unit in self._units:  # of the members that there are at the end
             unit.close()
-        if overlap := getattr(self, "_overlap", None):
-            overlap.close(timeout_s)
-        super()._detach(timeout_s)
 
     def _new_units(self) -> list[ReplicaUnit]:
         """Returns a unit of each optimizer, among the ranks of the transport."""

@@ -84,7 +84,7 @@ class Sections:
         self._store = open_store()
         stores = self._job.gather_objects(join_address(own_address(*split_address(lighthouse)), self._store.port))
         self._lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self._job.rank == 0 else None
-        self.id: str = self._job.gather_objects(self._lighthouse and self._lighthouse.id)[0]
+        self.id: str = self._job.broadcast_object(self._lighthouse and self._lighthouse.id)
         self.completed, self.generation, self.has_joined, self.has_left = 0, "", False, False
         self.took_part: list[str] = []
         self.left: list[str] = []
@@ -256,7 +256,7 @@ class Sections:
         )
         quorum = None if self._lighthouse is None else self._lighthouse.ask(standing, deadline)
         was_silent = self._lighthouse and self._lighthouse.was_silent
-        quorum, self._was_silent = self._job.gather_objects((quorum, was_silent))[0]
+        quorum, self._was_silent = self._job.broadcast_object((quorum, was_silent))
         return None if quorum is None else agree(quorum)
 
     def _tell_goodbye(self) -> None:

@@ -93,16 +93,17 @@ class ParameterServer(SyncMethod):
         self._marks = marks_of(self._others)
         self._buckets = shared_buckets(parameters, roles.num_servers, config)
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
+        self._at_detach(router.close)
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
         self._learner.after_fetch = self._note_weights
         self._weights_loaded = False
         self._loaded_optimizers: list[Optimizer] = []
-        self._hooks = self._learner.hook(self._module, parameters, lambda: self.syncing)
+        self._remove_at_detach(self._learner.hook(self._module, parameters, lambda: self.syncing))
         self._serve()
         self._note_weights()
         served = modules_with(self._module, [tensor for _, tensor in self._served])
-        self._hooks += hook_loading(self._after_loading, served, self._states.optimizers)
+        self._remove_at_detach(hook_loading(self._after_loading, served, self._states.optimizers))
 
     def _serve(self) -> None:
         """Starts this rank's server, if it has one, and the coordinator, which is used on ``roles.coordinators``."""
@@ -116,10 +117,12 @@ class ParameterServer(SyncMethod):
         served = () if self._learner.keeps_replica else optimizers
         ask = router.states_of if roles.survives_loss else None
         self._states = ServedOptimizers(served, self._buckets, shards, num_servers, transport, ask)
+        self._at_detach(lambda _: self._states.bring_back())
         self._server: Server | None = None
         if shards:
             make = partial(CenterServer, roles.force) if self._learner.keeps_replica else Server
             self._server = make(shards, num_servers, config, router.send, router.fail, self._states.keep)
+            self._at_detach(self._server.close)
         everyone, predicts = range(transport.world_size), config.delay_compensation == "momentum"
         sequencer = Sequencer(policy, everyone, config.staleness_lr, predicts, range(roles.learners.start))
         followers = everyone if policy.cancels else everyone[:num_servers]
@@ -129,6 +132,7 @@ class ParameterServer(SyncMethod):
         self._coordinator = Coordinator(
             sequencer, router.send, roles.learners, followers, config.keep_log, reporting, config.grace_s
         )
+        self._at_detach(lambda _: self._coordinator.close())
         router.start(self._coordinator, self._server, self._states.kept)
 
     def prepare_train_loader(
@@ -198,6 +202,7 @@ class ParameterServer(SyncMethod):
         """
         if self._clips_own:
             return super().clip(max_norm, optimizer)
+        self.reduce(optimizer)
         self._learner.clipping.setdefault(self._index(optimizer), {})["max_norm"] = max_norm
         gradients = [p.grad for p in self._trained(optimizer) if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -207,6 +212,7 @@ class ParameterServer(SyncMethod):
         if self._clips_own:
             super().clip_value(max_value, optimizer)
             return
+        self.reduce(optimizer)
         self._learner.clipping.setdefault(self._index(optimizer), {})["max_value"] = max_value
 
     def cancel_if_late(self) -> None:
@@ -389,16 +395,6 @@ class ParameterServer(SyncMethod):
             load_optimizer_state(self._learner.outer, state["outer"])
         if self._learner.owns_optimizer:
             self._reload()  # what it pushes next is of weights that it has
-
-    def _detach(self, timeout_s: float) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._states.bring_back()
-        self._coordinator.close()
-        if self._server is not None:
-            self._server.close(timeout_s)
-        self._router.close(timeout_s)
-        super()._detach(timeout_s)
 
     @property
     def _clips_own(self) -> bool:

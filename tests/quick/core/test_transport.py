@@ -18,6 +18,7 @@ from lightning_pipesync.core.comm import traffic
 from lightning_pipesync.core.comm.handle import Promise, Worker
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.consistency import check_same
 from tests.support.case_table import launch_cases
 from tests.support.harness import (
     DIED,
@@ -26,6 +27,7 @@ from tests.support.harness import (
     call_on_hosts,
     kill_stopped_siblings,
     launch,
+    on_ranks,
     raised,
 )
 from tests.support.lost_ranks import be_patient
@@ -188,3 +190,30 @@ def test_a_lost_peer_raises_on_the_others(how: str, operation: str) -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert_raised(outcome, "RuntimeError", f"timeout_s={TIMEOUTS_S[how]}")
         assert outcome[1].startswith("Rank 1 (host ")
+
+
+def broadcast_objects() -> tuple[list[Any], list[int]]:
+    """Returns what each rank sent, and the numbers of objects that this rank has gathered to compare descriptions."""
+    transport = Transport(timeout_s=60)
+    objects = [transport.broadcast_object({"rank": transport.rank}, src) for src in range(transport.world_size)]
+    gathered: list[Any] = []
+    gather = transport.gather_objects
+
+    def note(obj: Any) -> list[Any]:
+        gathered.append(obj)
+        return gather(obj)
+
+    with mock.patch.object(transport, "gather_objects", note):
+        described = [(f"parameter {number}", "float32") for number in range(1000)]
+        check_same(transport, described)
+        last = "float64" if transport.rank == 2 else "float32"
+        error = raised(lambda: check_same(transport, [*described, ("the last", last)]))
+    transport.close()
+    assert_raised(error, "ValueError", "the last: rank 0 has float32, rank 2 has float64")
+    return objects, [len(repr(obj)) for obj in gathered]
+
+
+def test_objects_are_broadcast_and_descriptions_compared_by_digests() -> None:
+    for objects, sizes in on_ranks(broadcast_objects, 3):
+        assert objects == [{"rank": rank} for rank in range(3)]
+        assert max(sizes) < 100

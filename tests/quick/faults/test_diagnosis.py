@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from lightning_pipesync.core.faults.diagnosis import chain, find_fault
 from lightning_pipesync.core.faults.errors import is_connection_error
+from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.heartbeat import Beat, Wait
 from lightning_pipesync.core.faults.neighbor import Neighbor
+from tests.support.harness import on_ranks
 
 ANY = Wait("all ranks", None, 5.0)
 
@@ -94,3 +97,15 @@ def test_each_listens_to_the_next_that_has_not_ended() -> None:
     neighbor = Neighbor(0, 2, 8.0)
     neighbor.hear(Beat(1), 0.0)
     assert [neighbor.is_due(now) for now in (0.5, 1.0)] == [False, True]
+
+
+def survive_a_loss() -> dict[int, Any]:
+    """Returns what a rank publishes as its waits after an error that was named outside of a wait."""
+    watch = PeerWatch(timedelta(seconds=5))
+    watch.failed_wait("a message", 1, RuntimeError("no sign of life"))
+    return watch.waits
+
+
+def test_who_survives_the_loss_of_a_rank_does_not_seem_to_wait_for_it() -> None:
+    """It would never be found to hang."""
+    assert on_ranks(survive_a_loss, 1) == [{}]
