@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+
+import torch
 
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.core.jobs import shared_environment
-from lightning_pipesync.launch.devices import VARIABLE, share_devices
 from lightning_pipesync.launch.launcher import Launcher, say
 from lightning_pipesync.launch.lighthouse import Lighthouse
 
@@ -23,6 +25,8 @@ _OF_LAUNCHERS = (
 )
 #: Options that are those of the lighthouse.
 _OF_LIGHTHOUSE = ("min_replicas", "heartbeat_timeout_s", "join_timeout_s")
+#: Says which GPUs a process may use.
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 #: Words before the script that have no value after them.
 _FLAGS = {"-h", "--help", "--print_config"}
 
@@ -87,7 +91,7 @@ class Launch:
             shared = {name: value for name, value in shared.items() if name not in _OF_LAUNCHERS}
             shared |= {ADDRESS: address} | ({} if number is None else {NUMBER: str(number)})
             for replica, devices in enumerate(shares, start=first):
-                own = {NAME: str(replica)} | ({} if devices is None else {VARIABLE: devices})
+                own = {NAME: str(replica)} | ({} if devices is None else {_DEVICES: devices})
                 launcher.add(replica, self._words(), shared | own)
             numbers = f"replica {first}" if len(shares) == 1 else f"replicas {first} to {first + len(shares) - 1}"
             say(f"starts {numbers}, with the lighthouse {address}.")
@@ -146,6 +150,30 @@ class Launch:
             first if self.first_replica is None else self.first_replica,
             number if self.num_replicas is None else self.num_replicas,
         )
+
+
+def share_devices(replicas: int, ranks_per_replica: int) -> list[str | None]:
+    """Returns the value of ``CUDA_VISIBLE_DEVICES`` for each replica; None on a machine without GPUs.
+
+    Each replica gets as many, in order; some may be left.
+
+    Raises:
+        ValueError: there are GPUs, and fewer than ranks.
+    """
+    if (given := os.environ.get(_DEVICES)) is None:
+        devices = [str(index) for index in range(torch.cuda.device_count())]
+    else:  # CUDA takes those before the first that there cannot be, such as -1
+        names = filter(None, map(str.strip, given.split(",")))
+        devices = [*takewhile(lambda name: not name.startswith("-"), names)]
+    if not devices:
+        return [None] * replicas
+    each = len(devices) // replicas
+    if each < ranks_per_replica:
+        raise ValueError(
+            f"--replicas {replicas} --ranks_per_replica {ranks_per_replica} needs {replicas * ranks_per_replica} GPUs, "
+            f"and there are {len(devices)}: start fewer here, or set {_DEVICES}= to train on the CPU."
+        )
+    return [",".join(devices[number * each : (number + 1) * each]) for number in range(replicas)]
 
 
 def starts_replicas(words: Sequence[str]) -> bool:
