@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.checksum import checksum
-from lightning_pipesync.core.comm.collectives import DIGEST_BYTES, Collectives
+from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.faults.errors import mark_as_naming
 
 REMEDY = (
     "Has your code written to weights, on some ranks alone, or on all without synchronize() before? Otherwise ranks "
     "round differently (other processors, or with low_rank another number of threads), or a bit has changed in memory "
-    "or in a message: resume from the last checkpoint. With check_messages=True messages are checked; memory with ECC "
-    "corrects bits."
+    "or in a message: resume from the last checkpoint. Memory with ECC corrects bits."
 )
 
 
@@ -85,7 +84,7 @@ def check_held(job: Objects, held: HeldWeights, among: Collectives, beside: Coll
     """
     differ = len(set(among.exchange_digests(held.digest))) > 1
     if beside is not None:
-        differ = any(any(digest) for digest in beside.exchange_digests(bytes([differ] * DIGEST_BYTES)))
+        differ = any(beside.exchange_flags(differ).wait())
     if differ and (text := difference(job.gather_objects(held))):
         raise mark_as_naming(DifferentWeightsError(text))
 

@@ -40,7 +40,6 @@ class Settings:
     #: Settings that the Trainer replaces by its own arguments, each with that argument.
     set_by_trainer: ClassVar[Mapping[str, str]] = {}
     timeout_s: float = 1800.0
-    check_messages: bool = False
     wait_for_hooks: bool = True
 
     # Which data each rank trains on; settings of SelSync.

@@ -294,10 +294,7 @@ class SyncMethod(StepCalls):
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         settings = {"replicas": self._mesh, "readers": readers_of_model(self._module), **self._transport_settings()}
-        config = self.config
-        return Transport(
-            device, timeout_s=config.timeout_s, check_messages=config.check_messages, backend=backend, **settings
-        )
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, **settings)
 
     def _transport_settings(self) -> dict[str, Any]:
         """Returns further arguments of the method's :class:`Transport`."""

@@ -71,9 +71,8 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the method: those of its variant, and those with which the faults are detected."""
-        of_faults = {name: value for strike in self.strikes for name, value in strike.kind.settings.items()}
-        return {**self.drilled.settings, **of_faults}
+        """Of the method: those of its variant."""
+        return self.drilled.settings
 
     @property
     def repeatable(self) -> bool:

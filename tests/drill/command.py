@@ -33,7 +33,7 @@ class Drill:
         replay: Drill the training with this seed alone, as in the column seed of the table.
         methods: Whose trainings are struck; all if not given.
         frameworks: plain, lightning, fabric and accelerate; all that are installed if not given.
-        kinds: Of faults, such as kill, freeze or bitflip; all if not given.
+        kinds: Of faults, such as kill, freeze or pause; all if not given.
         subjects: ranks, of one job, and jobs, whose replicas come and go; both if not given and torchft is installed.
         timeout_s: Seconds after which a rank counts as lost, of the methods and of the default process group.
         jobs: Trainings at a time; half as many as there are processors if not given.

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import override
 
 from tests.drill import system
@@ -55,7 +53,6 @@ class Fault:
         of_launcher: whether it needs a launcher, which then runs the store of the job.
         subjects: what it can strike.
         ends_job: whether a job that it strikes ends at once, so that it may start again.
-        settings: of the method, with which it is detected.
     """
 
     name: str
@@ -64,7 +61,6 @@ class Fault:
     combines = True
     subjects: tuple[str, ...] = SUBJECTS
     own_error = "(?!)"
-    settings: Mapping[str, Any] = MappingProxyType({})
 
     def prepare(self, scene: Scene) -> None:
         """Called by the supervisor before ranks start."""
@@ -219,30 +215,6 @@ class NotANumber(Fault):
         scene.prove(number, scene.said(number))
 
 
-class BitFlip(Fault):
-    """One bit of a message is another one when it is sent, after its checksum was made."""
-
-    name, phases, spares, combines, subjects = "bitflip", ("collective",), True, False, (RANKS,)
-    settings = MappingProxyType({"check_messages": True})
-
-    @override
-    def strike(self, gate: Gate, number: int) -> None:
-        assert gate.message is not None
-        sent = gate.message.detach().clone()
-        values = sent.reshape(-1).view(torch.uint8)
-        # Of float32 the third byte has the highest bits of the mantissa: the value stays plausible.
-        places = [place for place in range(2, values.numel(), 4) if values[place]] or [values.numel() // 2]
-        place = places[len(places) // 2]
-        before = int(values[place])
-        values[place] ^= 0x10
-        gate.message = sent
-        gate.say(did=number, what=f"byte {place} of {values.numel()}: {before:#04x} became {int(values[place]):#04x}")
-
-    @override
-    def finish(self, scene: Scene, number: int) -> None:
-        scene.prove(number, scene.said(number))
-
-
 class FullDisk(Fault):
     """The file system of the checkpoints has no space left, on all ranks that write some."""
 
@@ -379,7 +351,6 @@ FAULTS: dict[str, Any] = {
         Slow(),
         RaisedError(),
         NotANumber(),
-        BitFlip(),
         FullDisk(),
         TornWrite(),
         CorruptCheckpoint(),

@@ -34,13 +34,11 @@ class Gate:
     Attributes:
         step: the number of steps that this rank has begun.
         poisoned: whether the next batch is to be NaN.
-        message: what is about to be sent, in a collective.
         point: where the rank is.
     """
 
     def __init__(self, rank: int, strikes: Sequence[Strike], connection: Connection) -> None:
         self.rank, self.step, self.poisoned = rank, 0, False
-        self.message: Tensor | None = None
         self._pending = {number: strike for number, strike in enumerate(strikes) if strike.rank == rank}
         self._skip = {number: strike.message for number, strike in self._pending.items()}
         self._connection, self._lock = connection, threading.RLock()
@@ -79,14 +77,12 @@ class Gate:
             self._connection.send(event)
 
     def _watch_messages(self) -> None:
-        """Meets each message below its checksum, and the checksums."""
+        """Meets each message."""
         send = Messages.start_sending
 
         def start_sending(messages: Messages, tensor: Tensor, peer: int) -> Any:
             with self._lock:
-                self.message = tensor
                 self.reach("collective")
-                tensor, self.message = self.message, None
             return send(messages, tensor, peer)
 
         Messages.start_sending = start_sending  # type: ignore[method-assign, assignment]

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.gloo import GlooExchange
-from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.tree import DoubleTree, TreeExchange
@@ -38,20 +37,18 @@ class ThreadRank:
         store = dist.PrefixStore(str([*ranks]), self.store)
         return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), TIMEOUT)
 
-    def collectives(
-        self, topology: str = "flat", columns: int | None = None, kind: type[Messages] = Messages
-    ) -> Collectives:
+    def collectives(self, topology: str = "flat", columns: int | None = None) -> Collectives:
         """Returns collectives of all ranks, arranged as those of a transport; the caller closes them."""
         everyone = self.group(range(self.world_size))
-        gloo = GlooExchange(everyone, self.watch, kind)
+        gloo = GlooExchange(everyone, self.watch)
         found = Collectives(self.rank, range(self.world_size), gloo, None, Traffic(), self.watch)
         if topology == "tree":
             found.topology = tree = DoubleTree(self.world_size)
-            found._exchange = TreeExchange(tree, everyone, self.watch, kind)
+            found._exchange = TreeExchange(tree, everyone, self.watch)
         elif topology == "torus2d":
             found.topology = torus = Torus(self.world_size, columns)
             row, column = (
-                GlooExchange(self.group(ranks), self.watch, kind)
+                GlooExchange(self.group(ranks), self.watch)
                 for ranks in (torus.row_of(self.rank), torus.column_of(self.rank))
             )
             found._exchange = TorusExchange(torus, self.rank, row, column)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.checksum import checksum
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.comm_queue import CommQueue
@@ -25,15 +24,11 @@ from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.topology import Flat, Sent, Topology
 from lightning_pipesync.core.comm.torus import NONE, Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.faults.errors import DamagedMessageError
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.torch_private import foreach_copy_
 
 T = TypeVar("T")
-
-#: Bytes of what :meth:`Collectives.exchange_digests` exchanges; a checksum of as many follows.
-DIGEST_BYTES = 8
 
 
 class Collectives:
@@ -203,19 +198,8 @@ class Collectives:
         return self._exchange_bytes("flags", [flag], lambda flags: flags[:, 0].tolist())
 
     def exchange_digests(self, digest: bytes) -> list[bytes]:
-        """Returns every rank's ``digest``, of :data:`DIGEST_BYTES` bytes, by rank, after all have it; blocks.
-
-        Raises:
-            RuntimeError: one was damaged on its way, or a peer is lost.
-        """
-        own = torch.tensor(list(digest), dtype=torch.uint8)
-        sent = torch.cat([own, checksum(own).view(torch.uint8)]).tolist()
-        of_ranks = self._exchange_bytes("digests", sent, lambda rows: rows).wait()
-        for rank, row in zip(self.ranks, of_ranks, strict=True):
-            if not torch.equal(checksum(row[:DIGEST_BYTES]).view(torch.uint8), row[DIGEST_BYTES:]):
-                with self.waits.waiting(f"a digest of rank {rank}", rank):
-                    raise DamagedMessageError(rank)
-        return [bytes(row[:DIGEST_BYTES].tolist()) for row in of_ranks]
+        """Returns every rank's ``digest``, of the same number of bytes on all, by rank, after all have it; blocks."""
+        return self._exchange_bytes("digests", list(digest), lambda rows: [bytes(row.tolist()) for row in rows]).wait()
 
     def union(self, flags: Sequence[bool]) -> Handle[list[bool]]:
         """Reduces ``flags``, the same number on every rank, by "or" over the ranks.

@@ -58,15 +58,14 @@ class GlooExchange:
     Args:
         group: a Gloo process group that nothing else uses.
         watch: has the timeout of a message, and names the rank at fault if it does not arrive.
-        kind: the kind of messages.
     """
 
     #: Whether an all-reduce gathers wires, if the codec asks for that.
     gathers_wires = True
 
-    def __init__(self, group: dist.ProcessGroup, watch: PeerWatch, kind: type[Messages] = Messages) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: PeerWatch) -> None:
         self.group = group
-        self._messages = kind(group, 0, watch)
+        self._messages = Messages(group, 0, watch)
         self._rank, self._world_size = self._messages.rank, self._messages.world_size
         self._pool = BufferPool()
         self._tag = self._small_tag = 0

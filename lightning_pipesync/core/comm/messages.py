@@ -1,10 +1,4 @@
-"""Messages between the ranks of a Gloo process group.
-
-[Note: checksums]
-A checksum of what a rank sends follows as a message of its own, of 8 bytes, on the same tag, which keeps its order: so
-the tensor need not be copied into one that has room for both. The receiver compares, before anybody reads the tensor. A
-ring forwards what was compared, with a checksum of its own: so the neighbor that has sent is named.
-"""
+"""Messages between the ranks of a Gloo process group."""
 
 from __future__ import annotations
 
@@ -17,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.checksum import checksum
-from lightning_pipesync.core.faults.errors import DamagedMessageError
 from lightning_pipesync.core.faults.failure import PeerWatch, Waiting
 
 #: The tag of no message.
@@ -96,9 +88,9 @@ class Messages:
         return self._watch.failed_wait(self._arrivals[peer], self._ranks[peer], error)
 
     def is_known_lost(self, peer: int) -> bool:
-        """Returns whether a rank has told that ``peer`` has raised or fallen silent, or has sent what was damaged."""
+        """Returns whether a rank has told that ``peer`` has raised or fallen silent."""
         fault = self._watch.fault
-        return fault is not None and fault.rank == self._ranks[peer] and fault.kind in ("raised", "silent", "damaged")
+        return fault is not None and fault.rank == self._ranks[peer] and fault.kind in ("raised", "silent")
 
     def end_waits(self) -> None:
         end_waits(self._group)
@@ -108,51 +100,6 @@ class Messages:
 
     def _sending(self, peer: int) -> Waiting:
         return Waiting(self._watch, self._deliveries[peer], self._ranks[peer])
-
-
-class CheckedMessages(Messages):
-    """Messages that are received as they were sent, or refused, see [Note: checksums].
-
-    A wait for one that was damaged raises an error which names the rank that has sent it.
-    """
-
-    def start_receiving(self, tensor: Tensor, peer: int) -> Pending:
-        sum_of_sent = torch.empty(1, dtype=torch.int64)
-        works = super().start_receiving(tensor, peer), super().start_receiving(sum_of_sent, peer)
-        return _Checked(works, tensor, sum_of_sent, self._ranks[peer])
-
-    def start_sending(self, tensor: Tensor, peer: int) -> Pending:
-        own = checksum(tensor)
-        return _Both((super().start_sending(tensor, peer), super().start_sending(own, peer)))
-
-    def start_broadcast(self, tensor: Tensor, src: int) -> Pending:
-        sum_of_sent = checksum(tensor) if src == self.rank else torch.empty(1, dtype=torch.int64)
-        works = super().start_broadcast(tensor, src), super().start_broadcast(sum_of_sent, src)
-        return _Both(works) if src == self.rank else _Checked(works, tensor, sum_of_sent, self._ranks[src])
-
-
-class _Both:
-    """A message and its checksum."""
-
-    def __init__(self, works: tuple[Pending, Pending]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta) -> None:
-        for work in self._works:
-            work.wait(timeout)
-
-
-class _Checked(_Both):
-    """A message that is received, and compared with its checksum."""
-
-    def __init__(self, works: tuple[Pending, Pending], tensor: Tensor, sum_of_sent: Tensor, sender: int) -> None:
-        super().__init__(works)
-        self._tensor, self._sum_of_sent, self._sender = tensor, sum_of_sent, sender
-
-    def wait(self, timeout: timedelta) -> None:
-        super().wait(timeout)
-        if not torch.equal(checksum(self._tensor), self._sum_of_sent):
-            raise DamagedMessageError(self._sender)
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
 
-from lightning_pipesync.core.checksum import checksum
 from lightning_pipesync.core.comm.messages import Messages, ranks_of
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.faults.errors import DamagedMessageError
 from lightning_pipesync.core.faults.failure import PeerWatch
 
 #: What a NumPy number in a state, such as a learning rate, is made of.
@@ -26,14 +24,8 @@ NUMPY_NUMBERS: list[Any] = [
 ]
 
 
-#: Numbers in the header of an object or a state, see :func:`_header`.
-HEADER_WORDS = 3
-
-
 class Objects:
     """Exchanges objects and states among the ranks of a Gloo group, in ``range(world_size)``.
-
-    A header with a checksum comes before each: what was damaged is refused, by an error that names its sender.
 
     Attributes:
         ranks: what they are in the default process group.
@@ -51,13 +43,10 @@ class Objects:
             return [obj]
         wire = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         with self._traffic.waiting("objects"), self._watch.waiting("the objects of all ranks"):
-            headers = self._gather(_header(wire))
-            sizes = [_size(header, rank) for header, rank in zip(headers, self.ranks, strict=True)]
+            sizes = [int(size) for size in self._gather(torch.tensor([wire.numel()]))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: wire.numel()] = wire
             wires = [each[:size] for each, size in zip(self._gather(padded), sizes, strict=True)]
-            for each, header, rank in zip(wires, headers, self.ranks, strict=True):
-                _check(each, header, rank)
         return [pickle.loads(each.numpy().tobytes()) for each in wires]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -66,12 +55,11 @@ class Objects:
             return obj
         wire = torch.frombuffer(bytearray(pickle.dumps(obj if self.rank == src else None)), dtype=torch.uint8)
         with self._traffic.waiting("objects"), self._watch.waiting("an object", self.ranks[src]):
-            header = _header(wire)
-            self._group.broadcast(header, src).wait()
+            size = torch.tensor([wire.numel()])
+            self._group.broadcast(size, src).wait()
             if self.rank != src:
-                wire = torch.empty(_size(header, self.ranks[src]), dtype=torch.uint8)
+                wire = torch.empty(int(size), dtype=torch.uint8)
             self._group.broadcast(wire, src).wait()
-            _check(wire, header, self.ranks[src])
         return pickle.loads(wire.numpy().tobytes())
 
     def greatest(self, number: int) -> int:
@@ -92,7 +80,7 @@ class Objects:
     def send_state(self, state: dict[str, Any], dst: int) -> None:
         """Sends a state to rank ``dst``, which calls :meth:`receive_state`; blocks."""
         wire = _written(state)
-        for message in (_header(wire), wire):
+        for message in (torch.tensor([wire.numel()]), wire):
             self._traffic.count("send", message.nbytes)
             with self._traffic.waiting("send"):
                 self._messages.wait_sent(self._messages.start_sending(message, dst), dst)
@@ -103,11 +91,9 @@ class Objects:
         Raises:
             TypeError: it holds an object that ``torch.load(weights_only=True)`` does not read from a checkpoint either.
         """
-        sender = self.ranks[src]
         with self._messages.awaiting(src):
-            header = self._receive(torch.empty(HEADER_WORDS, dtype=torch.int64), src)
-            wire = self._receive(torch.empty(_size(header, sender), dtype=torch.uint8), src)
-            _check(wire, header, sender)
+            size = self._receive(torch.empty(1, dtype=torch.int64), src)
+            wire = self._receive(torch.empty(int(size), dtype=torch.uint8), src)
         return _read(wire, src)
 
     def _gather(self, own: Tensor) -> list[Tensor]:
@@ -120,23 +106,6 @@ class Objects:
         with self._traffic.waiting("recv"):
             self._messages.wait_received(self._messages.start_receiving(message, src), src)
         return message
-
-
-def _header(wire: Tensor) -> Tensor:
-    """Returns the header of ``wire``: its size, its checksum, and the checksum of both."""
-    header = torch.cat([torch.tensor([wire.numel()]), checksum(wire)])
-    return torch.cat([header, checksum(header)])
-
-
-def _size(header: Tensor, sender: int) -> int:
-    if not torch.equal(checksum(header[:-1]), header[-1:]):
-        raise DamagedMessageError(sender)
-    return int(header[0])
-
-
-def _check(wire: Tensor, header: Tensor, sender: int) -> None:
-    if not torch.equal(checksum(wire), header[1:2]):
-        raise DamagedMessageError(sender)
 
 
 def _written(state: dict[str, Any]) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_pipesync.core.comm.groups import ProcessGroups
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.line import Line
 from lightning_pipesync.core.comm.mail import Mail
-from lightning_pipesync.core.comm.messages import CheckedMessages, Messages
+from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.topology import Flat
@@ -60,7 +60,6 @@ class Transport(Collectives):
         replicas: the dimension of a device mesh along which the model is replicated, or its ranks: they hold the same
             shard; None: all ranks hold the whole model. Then ``"auto"`` is ``"flat"``.
         readers: the ranks of this rank's replica that get different data, this one included; None: all of them do.
-        check_messages: whether Gloo's messages have checksums, see [Note: checksums].
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or a rank did not connect in time.
@@ -79,7 +78,6 @@ class Transport(Collectives):
         codec: str | Codec = "none",
         replicas: DeviceMesh | Sequence[int] | None = None,
         readers: Sequence[int] | None = None,
-        check_messages: bool = False,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialized: call init_process_group() first.")
@@ -95,7 +93,6 @@ class Transport(Collectives):
             )
         self.backend = backend
         self._timeout = timedelta(seconds=timeout_s)
-        self._kind_of_messages = kind = CheckedMessages if check_messages else Messages
         destroy_process_groups_at_shutdown()
         meet(self._timeout)
         # Flags, objects and single messages use Gloo on the host: reading them must not wait for the device.
@@ -107,7 +104,7 @@ class Transport(Collectives):
         self.job = self._objects = Objects(groups.everyone, watch, traffic)
         if self._control is not groups.everyone:
             self._objects = Objects(self._control, watch, traffic)
-        gloo, self._messages = GlooExchange(self._control, watch, kind), kind(self._control, 0, watch)
+        gloo, self._messages = GlooExchange(self._control, watch), Messages(self._control, 0, watch)
         super().__init__(dist.get_rank(), groups.lines[dist.get_rank()], gloo, None, traffic, watch)
         self._readers = readers
         self.shards: Collectives | None = None
@@ -137,8 +134,7 @@ class Transport(Collectives):
         self.rank, self.world_size, self.ranks = line.rank, line.size, range(line.size)
         self.topology = Flat(line.size)
         self._objects = Objects(line.group, line.watch, self.traffic)
-        kind = self._kind_of_messages
-        self._gloo, self._messages = GlooExchange(line.group, line.watch, kind), kind(line.group, 0, line.watch)
+        self._gloo, self._messages = GlooExchange(line.group, line.watch), Messages(line.group, 0, line.watch)
         self._nccl, self._exchange, self.backend, self.waits = None, self._gloo, "gloo", line.watch
         if self.shards is not None:  # a rank that has lost another replica may have ended waits
             self.shards.close(CLOSE_S)
@@ -192,7 +188,7 @@ class Transport(Collectives):
         def messages() -> Messages:
             group = self._groups.new("gloo", ends_waits=False)  # mail loses one rank at a time
             dist.barrier(group)  # its connections are made before the store is used at the same time
-            return self._kind_of_messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
+            return Messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
 
         return Mail(messages(), messages(), self.device, self.traffic, self._timeout.total_seconds())
 
@@ -276,7 +272,7 @@ class Transport(Collectives):
 
     def _series(self, number: int, *, ahead: bool = False) -> Messages:
         # Tags that the collectives, which use the same group, do not use.
-        return self._kind_of_messages(self._groups.everyone, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
+        return Messages(self._groups.everyone, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
     def _arrange(self, topology: str, columns: int | None, lossy: bool) -> None:
         wanted, lossy_everywhere = zip(*self.gather_objects(((topology, columns), lossy)), strict=True)
@@ -294,7 +290,7 @@ class Transport(Collectives):
             return
         if topology == "tree":
             self.topology = tree = DoubleTree(self.world_size)
-            self._gloo = self._exchange = TreeExchange(tree, self._control, self.watch, self._kind_of_messages)
+            self._gloo = self._exchange = TreeExchange(tree, self._control, self.watch)
             return
         if len(self.ranks) < dist.get_world_size():
             if topology == "auto":
@@ -310,17 +306,17 @@ class Transport(Collectives):
 
     def _collectives_of_shards(self) -> Collectives:
         groups, own = self._groups, dist.get_rank()
-        gloo = GlooExchange(groups.dividing("gloo", groups.shards), self.watch, self._kind_of_messages)
+        gloo = GlooExchange(groups.dividing("gloo", groups.shards), self.watch)
         return Collectives(own, groups.shards[own], gloo, None, self.traffic, self.watch, "shards ")
 
     def _collectives_within(self, ranks_of: Callable[[int], list[int]], kind: str) -> Collectives:
-        gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch, self._kind_of_messages)
+        gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch)
         nccl = None if self._nccl is None else self._nccl_within(ranks_of)
         return Collectives(self.rank, ranks_of(self.rank), gloo, nccl, self.traffic, self.watch, kind)
 
     def _exchange_within(self, ranks_of: Callable[[int], list[int]]) -> GlooExchange | NcclExchange:
         if self._nccl is None:
-            return GlooExchange(self._group_within("gloo", ranks_of), self.watch, self._kind_of_messages)
+            return GlooExchange(self._group_within("gloo", ranks_of), self.watch)
         return self._nccl_within(ranks_of)
 
     def _nccl_within(self, ranks_of: Callable[[int], list[int]]) -> NcclExchange:

@@ -119,10 +119,8 @@ class TreeExchange(GlooExchange):
 
     gathers_wires = False
 
-    def __init__(
-        self, topology: DoubleTree, group: dist.ProcessGroup, watch: PeerWatch, kind: type[Messages] = Messages
-    ) -> None:
-        super().__init__(group, watch, kind)
+    def __init__(self, topology: DoubleTree, group: dist.ProcessGroup, watch: PeerWatch) -> None:
+        super().__init__(group, watch)
         self._topology = topology
 
     def _start_reduce_scatter(

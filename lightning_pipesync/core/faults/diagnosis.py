@@ -17,8 +17,6 @@ from lightning_pipesync.core.faults.heartbeat import Beat, Fault
 SENTENCES = {
     "raised": "it raised {detail}, {ago:.0f} s ago",
     "silent": "it has died, is frozen or cut off: last heard from {ago:.0f} s ago, after {detail}",
-    "damaged": "a message from it was damaged on its way to {detail}, {ago:.0f} s ago: resume from the last "
-    "checkpoint, and check the memory and the network of both",
     "missing": "it never attached a method: it has raised or died, hangs, or is too slow; look at its output",
     "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
     "ahead": "{detail}, and others have not, {ago:.0f} s ago at the latest",

@@ -20,21 +20,9 @@ _CONNECTION_ERROR = re.compile(
 )
 
 
-class DamagedMessageError(RuntimeError):
-    """A message has other bits than were sent.
-
-    Attributes:
-        sender: the rank that has sent it.
-    """
-
-    def __init__(self, sender: int) -> None:
-        super().__init__(f"a message from rank {sender} has other bits than were sent")
-        self.sender = sender
-
-
 def is_connection_error(error: BaseException | None) -> bool:
-    """Returns whether ``error`` is a connection error of PyTorch, or a message was damaged."""
-    if isinstance(error, (dist.DistError, DamagedMessageError)):
+    """Returns whether ``error`` is a connection error of PyTorch."""
+    if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _CONNECTION_ERROR.match(str(error)) is not None
 

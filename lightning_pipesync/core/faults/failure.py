@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import TypeAlias, TypeVar
 
@@ -28,7 +27,6 @@ from lightning_pipesync.core.faults.diagnosis import (
     has_raised,
 )
 from lightning_pipesync.core.faults.errors import (
-    DamagedMessageError,
     add_last_line,
     cause_of,
     in_short,
@@ -227,13 +225,10 @@ class PeerWatch:
             self._heartbeat.tell(fault_of_silent(rank, beat))
 
     def _explain(self, what: str, error: BaseException) -> str:
-        damaged = error if isinstance(error, DamagedMessageError) else None
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
             if self._diagnosis is None:
-                self._diagnosis = self._diagnose() if damaged is None else (self._accuse(damaged.sender), "")
+                self._diagnosis = self._diagnose()
             fault, through = self._diagnosis
-        if damaged is not None:
-            return f"{fault}; rank {self._rank} refused {what}: its checksum is another one."
         why = f"timeout_s={self._timeout_s:g}; {KNOWN if self._has_ended_waits else cause_of(error)}"
         return f"{fault}; rank {self._rank} timed out waiting for {what}{through} ({why})."
 
@@ -262,23 +257,6 @@ class PeerWatch:
         waiting = chain(beats, self._rank, fault.rank)
         through = "".join(_because(beats[rank]) for rank in waiting[1:-1])
         return self._describe_fault(fault), through
-
-    def _accuse(self, sender: int) -> str:
-        """Publishes that a message of ``sender`` was damaged, unless a fault is known; returns the fault in words."""
-        fault = Fault("damaged", sender, "", 0, f"rank {self._rank}", self.now())
-        if (heartbeat := self._heartbeat) is None:
-            return self._describe_fault(fault)
-        with suppress(RuntimeError):  # the store does not answer
-            for beats in self._later_beats():
-                if (beat := beats[sender]).number:  # it may be about to publish its first one
-                    fault = replace(fault, host=beat.host, pid=beat.pid)
-                    break
-        if heartbeat.fault is None:
-            heartbeat.tell(fault)
-        fault = heartbeat.fault or fault
-        if self._rank == 0:
-            self._wait_until_known(())
-        return self._describe_fault(fault)
 
     def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
         """Waits for a beat of each rank after ``first``; returns the last beats and the silent ranks."""

@@ -113,10 +113,6 @@ class DeARConfig(Settings):
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
-    check_messages: bool = False
-    """Whether Gloo's messages have checksums, so that one which was damaged on its way ends the training, with an error
-    that names the rank which has sent it."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "a positive number of MiB")

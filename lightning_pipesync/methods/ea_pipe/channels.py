@@ -69,7 +69,6 @@ def make_transport(device: torch.device, config: EAPipeConfig, backend: str | No
         return Transport(
             device,
             timeout_s=config.timeout_s,
-            check_messages=config.check_messages,
             backend=backend,
             replicas=line,
         )

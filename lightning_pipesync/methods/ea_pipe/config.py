@@ -104,11 +104,6 @@ class EAPipeConfig(PipelineSettings):
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
-    check_messages: bool = False
-    """Whether Gloo's messages have checksums, so that one which was damaged on its way ends the training, with an error
-    that names the rank which has sent it. Not those with activations of ``gpipe`` and ``1f1b``, which PyTorch's
-    schedules send."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("elastic_force", 0 < self.elastic_force < 1, "between 0 and 1")
@@ -170,7 +165,6 @@ class EAPipeConfig(PipelineSettings):
                 ignored[name] = f"{chosen}: set algorithm='ea_pipe'"
         if self.algorithm in SYNCHRONOUS:
             ignored["replicas"] = f"{chosen}, which has one set of weights: leave it out"
-            ignored["check_messages"] = f"on activations and their gradients {chosen}: PyTorch's schedules send them"
         else:
             ignored["micro_batches"] = f"{chosen}: set algorithm='gpipe' or '1f1b'"
         if self.num_pipelines == 1:

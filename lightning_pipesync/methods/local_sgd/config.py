@@ -147,11 +147,6 @@ class LocalSGDConfig(ReplicaSettings):
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
-    check_messages: bool = False
-    """Whether Gloo's messages have checksums, so that one which was damaged on its way ends the training, with an error
-    that names the rank which has sent it. With ``lighthouse`` the round is repeated, with a warning that names the
-    replica."""
-
     lighthouse: str | None = None
     """``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that of the
     environment variable ``PIPESYNC_LIGHTHOUSE``, which ``pipesync launch`` sets; without it all replicas are in this

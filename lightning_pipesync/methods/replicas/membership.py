@@ -39,7 +39,6 @@ class Membership:
         self.members: list[Member] = []
         self.announces = False
         self._line: Line | None = None  # None: it is broken, or there is none yet
-        self._on_line: list[Member] = []  # in the order of its ranks
         self._made_in = ""  # the generation in which the line was made
 
     @property
@@ -93,14 +92,6 @@ class Membership:
         give_up(self._stores(agreement.continuing), self._key(agreement, "continuing"))
         self.give_up(agreement)
 
-    def warn_of_damage(self, sender: int) -> None:
-        """Warns of a damaged message from a rank of the line."""
-        warnings.warn(
-            f"A message from {self._on_line[sender].described} was damaged on its way to this replica: they repeat "
-            "their part of the round. If that happens again, check the memory and the network of both.",
-            stacklevel=2,
-        )
-
     def _connect(
         self,
         agreement: Agreement,
@@ -120,7 +111,6 @@ class Membership:
         stores, rank, key = self._stores(members), ids.index(self._id), self._key(agreement, of)
         with self._on_all_ranks():
             line = self._line = Line(stores, rank, key, self._timeout)
-        self._on_line = members
         with self._on_all_ranks():
             self._method.transport.exchange_with(line)
         first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]

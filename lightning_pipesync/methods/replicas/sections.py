@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from lightning_pipesync.core.addresses import join_address, own_address, split_address
 from lightning_pipesync.core.comm.line import is_open, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
-from lightning_pipesync.core.faults.errors import DamagedMessageError, is_lost_peer
+from lightning_pipesync.core.faults.errors import is_lost_peer
 from lightning_pipesync.core.faults.lighthouse import SILENCE_S, Lighthouse, Standing
 from lightning_pipesync.data.elastic import check_common
 from lightning_pipesync.methods.replicas.membership import Membership, ids_of, listed
@@ -332,11 +332,6 @@ class Sections:
                 self.close()
                 raise
             lost = error
-            if isinstance(error.__cause__, DamagedMessageError):
-                if self._method.transport.watch.fault is not None:  # the sender is a rank of this job
-                    self.close()
-                    raise
-                self._membership.warn_of_damage(error.__cause__.sender)
             self._membership.break_off()
         if all(self._job.gather_objects(lost is None)):
             return True

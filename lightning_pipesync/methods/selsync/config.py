@@ -120,11 +120,6 @@ class SelSyncConfig(ReplicaSettings):
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
-    check_messages: bool = False
-    """Whether Gloo's messages have checksums, so that one which was damaged on its way ends the training, with an error
-    that names the rank which has sent it. With ``lighthouse`` the round is repeated, with a warning that names the
-    replica."""
-
     checkpoint_replicas: bool = True
     """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""

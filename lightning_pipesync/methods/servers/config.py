@@ -181,10 +181,6 @@ class ParameterServerConfig(Settings):
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that is not heard of counts as lost."""
 
-    check_messages: bool = False
-    """Whether Gloo's messages have checksums, so that one which was damaged on its way ends the training, with an error
-    that names the rank which has sent it."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         codec, fetch_codec = get_codec(self.compression), get_codec(self.fetch_compression, "fetch_compression")

@@ -193,9 +193,7 @@ class MessageRouter:
     def _lose(self, rank: int, error: Exception) -> None:
         if rank in self._ended:  # and the system closes its connections
             return
-        fault = self._transport.watch.fault
-        is_damaged = fault is not None and fault.kind == "damaged"  # what a rank sends, which is not lost
-        if is_damaged or not self._survives_loss or rank < self.num_servers or rank == self._rank:
+        if not self._survives_loss or rank < self.num_servers or rank == self._rank:
             self.fail(error)
             return
         self._transport.watch.forget_rank(rank)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
-from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.fabric import LocalSGDFabricStrategy
-from tests.nightly.core.test_checked_messages import SENDER, flipping
 from tests.references.elastic_data import Data, seen
 from tests.support.harness import assert_raised, on_ranks, raised
 from tests.support.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
-from tests.support.replica_jobs import TIMEOUT_S, WAITS, Job, launch_replicas, simulated, wait_for
+from tests.support.replica_jobs import TIMEOUT_S, WAITS, launch_replicas, wait_for
 
 STEPS, PERIOD, SAVED = 11, 3, 7
 NESTEROV: dict[str, Any] = {"outer_optimizer": "nesterov"}
@@ -193,37 +189,6 @@ def test_replicas_resume_from_the_same_step_bit_for_bit() -> None:
         assert_same(resumed, whole)
         assert_same(of_last, found[0][0][2][1])
         assert_raised(refused, "ValueError", f"of rank {rank} of 3, and there are 1", "lighthouse")
-
-
-STRUCK = {2: 8, 5: 1}  # the step, from 0 on, in which a bit flips: of values, and of a byte that tells that all came
-
-
-def train_with_damage(replica: int) -> dict[str, Any]:
-    model, optimizer, sync = begin(replica, check_messages=True)
-    flipped = []
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for i in range(9):
-            with flipping(Messages, "start_sending", replica, STRUCK[i]) if i in STRUCK else nullcontext([]) as sizes:
-                step(model, optimizer, sync, replica)
-            flipped += sizes
-    damaged = [str(one.message) for one in said if "damaged" in str(one.message)]
-    outcome = {"own": state(model), "flipped": flipped, "said": damaged, **sync.metrics()}
-    sync.detach()
-    return outcome
-
-
-def test_a_round_with_a_damaged_message_is_repeated() -> None:
-    outcomes = launch_replicas(train_with_damage, 3)
-    replicas = simulated(Job({}, {}), 9)
-    assert len(outcomes[SENDER]["flipped"]) == len(STRUCK)
-    assert outcomes[SENDER]["said"] == []
-    said = [text for outcome in outcomes for text in outcome["said"]]
-    assert len(said) == len(STRUCK), said
-    assert all(text.startswith(f"A message from replica {SENDER} (host ") for text in said), said
-    for replica, outcome in enumerate(outcomes):
-        assert outcome["replicas"] == 3
-        assert_same(outcome["own"], state(replicas[replica]))
 
 
 def train_in_fabric(rank: int, directory: Path) -> list[tuple[int, list[int], float]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync import DeAR, EAPipe
+from lightning_pipesync.core.checksum import checksum
 from lightning_pipesync.core.held_weights import REMEDY, HeldWeights, difference
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.shards import device_mesh, shard
@@ -159,3 +160,32 @@ def test_all_ranks_name_the_one_whose_weights_have_changed() -> None:
             assert outcome["first"] is None, (case, outcome)
             assert_raised(outcome["second"], "RuntimeError" if is_server else "DifferentWeightsError", *words)
             assert outcome["second"][1].startswith(words[0]), (case, outcome)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 7, 18])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_a_checksum_is_of_the_bits_wherever_they_are(dtype: torch.dtype, numel: int, offset: int) -> None:
+    values = torch.randint(0, 2, (numel + offset,), generator=torch.Generator().manual_seed(1)).to(dtype)[offset:]
+    assert torch.equal(checksum(values), checksum(values.clone()))
+    flipped = values.clone()
+    data = flipped.view(torch.uint8)
+    for place in range(data.numel()):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            assert not torch.equal(checksum(values), checksum(flipped)), (place, bit)
+            data[place] ^= 1 << bit
+
+
+def test_a_checksum_of_special_values_and_of_memory_that_is_freed() -> None:
+    """NaN is itself, and zeros have a checksum, too; torch refuses to free memory that NumPy has seen."""
+    nans = torch.full((9,), float("nan"))
+    assert torch.equal(checksum(nans), checksum(nans.clone()))
+    assert checksum(torch.zeros(8)).item() != 0
+    assert not torch.equal(checksum(torch.zeros(8)), checksum(-torch.zeros(8)))
+    matrix = torch.arange(12.0).view(3, 4)
+    assert torch.equal(checksum(matrix.t()), checksum(matrix.t().contiguous()))
+    values = torch.ones(100)
+    checksum(values)
+    checksum(values[1:])
+    values.untyped_storage().resize_(0)
