@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -21,7 +22,6 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.tree import DoubleTree
-from lightning_pipesync.core.faults.failure import PeerWatch
 from tests.references.collectives import (
     BROADCAST,
     DTYPES,
@@ -376,7 +376,7 @@ def test_flags_unions_and_broadcasts(world_size: int) -> None:
         assert found["sent"] == (3 * (1 + 2 + 2 + 1 + 8 + 2) if several and rank == 0 else 0)
 
 
-def bytes_of(rank: ThreadRank, topology: str, codec: str, sent: Counter[PeerWatch]) -> tuple[int, int]:
+def bytes_of(rank: ThreadRank, topology: str, codec: str, sent: Counter[int]) -> tuple[int, int]:
     """Returns the bytes of this rank's messages, and as they are counted."""
     group = rank.collectives(topology)
     group.all_reduce(values(2**12, FP32, group.rank), codec=codec).wait()
@@ -384,17 +384,17 @@ def bytes_of(rank: ThreadRank, topology: str, codec: str, sent: Counter[PeerWatc
     group.exchange_flags(1).wait()
     group.close()
     assert set(group.traffic.seconds_waited) == set(group.traffic.bytes_sent) == {"all_reduce", "flags"}
-    return sent[rank.watch], group.bytes_sent
+    return sent[threading.get_ident()], group.bytes_sent
 
 
 @pytest.mark.parametrize("topology", ["flat", "torus2d", "tree"])
 @pytest.mark.parametrize("codec", ["none", "int8", "chunked_topk"])
 def test_bytes_are_counted(topology: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: Counter[PeerWatch] = Counter()
+    sent: Counter[int] = Counter()
     send = Messages.start_sending
 
     def start_sending(messages: Messages, tensor: Tensor, peer: int) -> Any:
-        sent[messages._watch] += tensor.nbytes
+        sent[threading.get_ident()] += tensor.nbytes
         return send(messages, tensor, peer)
 
     monkeypatch.setattr(Messages, "start_sending", start_sending)
