@@ -1,72 +1,64 @@
-"""What the docs show was measured: every table and picture comes from a file, and every file from a command."""
+"""The jobs that measure what the docs show: each keeps all that it measured, and ends with all its processes."""
 
 from __future__ import annotations
 
-import re
+import json
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.results import job as job_module
-from benchmarks.results import pages
-from benchmarks.results.job import MEASURED, Job, Record
-from benchmarks.results.papers import JOBS, PICTURES, TABLES
-from benchmarks.results.redraw import command_of
+from benchmarks import results
+from benchmarks.results import PICTURES, Job, read_jobs
+from tests.quick.docs.test_docs import anchors_of
 from tests.support.commands import ROOT
 
+QUICK = "python -m benchmarks.codecs --mib 0.1 --rounds 1"
 DOCS = ROOT / "docs"
 
 
-SHOWN = pages.pages()
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folders of the jobs, which are empty."""
+    for name in ("MEASURED", "PICTURES", "WORK"):
+        monkeypatch.setattr(results, name, tmp_path / name)
+    return tmp_path
 
 
-#: The pages that show nothing but what these files have.
-WHOLLY_MEASURED = [page for page in (DOCS / "results.md", DOCS / "benchmarks.md") if page in SHOWN]
+def test_the_docs_show_each_job() -> None:
+    for job in read_jobs():
+        page, _, heading = job.shown.partition("#")
+        assert not heading or heading in anchors_of(DOCS / page), job.name
+        assert all((PICTURES / f"{name}.png").exists() for name in job.pictures), job.name
 
 
-QUICK = "python -m benchmarks.selsync_overhead --steps 10 --rounds 1"
-
-
-@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
-def test_tables_are_what_was_measured(page: Path) -> None:
-    text = page.read_text()
-    assert text == pages.made_anew(text, TABLES, PICTURES), "run python -m benchmarks.results write"
-    for name in pages.places_in(text):
-        for job in TABLES[name].jobs:
-            is_there = job_module.path_of(job).exists()
-            assert JOBS[job].is_measured == is_there, f"{name}: the command of {job} has changed since it was measured"
-
-
-@pytest.mark.parametrize("page", WHOLLY_MEASURED, ids=lambda page: page.stem)
-def test_no_number_in_a_table_is_written_by_hand(page: Path) -> None:
-    for line in pages.without_places(page.read_text()).splitlines():
-        cells = [cell.strip() for cell in line.split("|")[2:]] if line.startswith("|") else []
-        assert not [cell for cell in cells if re.match(r"[+-]?\d", cell)], line
-
-
-def test_every_file_has_a_job_every_exhibit_its_jobs_and_every_job_options_that_exist() -> None:
-    assert {path.stem for path in MEASURED.glob("*.json")} <= set(JOBS)
-    for shown in [*TABLES.values(), *PICTURES.values()]:
-        assert set(shown.jobs) <= set(JOBS), shown.name
-    for job in JOBS.values():
-        if "examples/" not in job.command:
-            command_of(job.command)
-
-
-def test_a_job_keeps_what_it_measured_and_one_that_fails_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_module, "MEASURED", tmp_path / "measured")
-    monkeypatch.setattr(job_module, "WORK", tmp_path / "work")
+def test_a_job_keeps_what_it_measured_and_one_that_fails_nothing(folders: Path) -> None:
     with pytest.raises(RuntimeError, match=r"broken: .*exit status 2.*log\.txt"):
-        Job("broken", "python -m benchmarks.selsync_overhead --steps 0", 1).run()
-    assert not (tmp_path / "measured").exists()
-    assert "steps" in (tmp_path / "work" / "broken" / "log.txt").read_text()
-    job = Job("quick", QUICK, 1)
+        Job(name="broken", command="python -m benchmarks.codecs --rounds 0", minutes=1, shown="").run()
+    assert not (folders / "MEASURED").exists()
+    assert "rounds" in (folders / "WORK" / "broken" / "log.txt").read_text()
+    job = Job(name="quick", command=QUICK, minutes=1, shown="")
     assert not job.is_measured
     job.run()
     assert job.is_measured
-    assert not Job("quick", f"{QUICK} --ranks 8", 1).is_measured  # another command
-    record = Record.read("quick")
-    assert (record.kind, record.command) == ("selsync_overhead", QUICK)
-    assert re.match(r"\d{4}-\d\d-\d\d, version \S+ \(\w+\+?\), torch [\d.]+; \d+ processors", record.provenance)
+    assert not Job(name="quick", command=f"{QUICK} --threads 2", minutes=1, shown="").is_measured
+    record = json.loads(job.path.read_text())
+    assert [*record] == ["command", "measured", "kind", "table", "results"]
+    assert {"time", "python", "versions", "machine", "cpus", "commit", "minutes"} <= {*record["measured"]}
+    assert any(line.startswith("| int8 |") for line in record["table"])
+
+
+def test_no_process_outlives_the_time_limit_of_a_job(folders: Path) -> None:
+    """Otherwise ranks would disturb the next measurement."""
+    command = f"bash -c 'sleep 600 & echo $! > {folders}/pid; wait'"
+    (folders / "job").mkdir()
+    with pytest.raises(RuntimeError, match="slow: not finished after"):
+        Job(name="slow", command=command, minutes=1, shown="")._run_command(folders / "job", limit_s=1)
+    pid = int((folders / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and Path(f"/proc/{pid}").exists():
+        if " Z " in Path(f"/proc/{pid}/stat").read_text():  # ended; init has yet to reap it
+            break
+        time.sleep(0.1)
+    else:
+        assert not Path(f"/proc/{pid}").exists()

@@ -1,8 +1,9 @@
-"""The commands of this package in the README and the docs: their parsers take all options and values. None is run."""
+"""The commands in the README, the docs and benchmarks/jobs.yaml: their parsers take all options. None is run."""
 
 from __future__ import annotations
 
 import runpy
+import shlex
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.results import read_jobs
 from lightning_pipesync import LocalSGD, cli
 from lightning_pipesync.accelerate import launch as accelerate_launch
 from lightning_pipesync.lab.bench.benchmark import Command
@@ -93,6 +95,15 @@ def test_commands_have_options_that_exist(page: Path, tmp_path: Path, capsys: py
         for words in commands_in(block, folder):
             if command := arguments_of(words):
                 assert run(*command) == 0, f"{' '.join(words)}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.usefixtures("nothing_runs")
+def test_jobs_have_options_that_exist() -> None:
+    for one in read_jobs():
+        words = shlex.split(one.command)
+        if program := arguments_of(words[words.index("--") + 1 :] if "--" in words else words):
+            assert run(*program) == 0, one.name
 
 
 def test_a_wrong_option_is_found(nothing_runs: None, tmp_path: Path) -> None:
