@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
-from benchmarks.results import PICTURES, Job, read_jobs
+from benchmarks.results import MEASURED, PICTURES, Job, read_jobs
 from tests.quick.docs.test_docs import anchors_of
 from tests.support.commands import ROOT
 
@@ -30,6 +30,12 @@ def test_the_docs_show_each_job() -> None:
         page, _, heading = job.shown.partition("#")
         assert not heading or heading in anchors_of(DOCS / page), job.name
         assert all((PICTURES / f"{name}.png").exists() for name in job.pictures), job.name
+
+
+def test_the_docs_link_to_each_file() -> None:
+    text = "".join(page.read_text() for page in [ROOT / "README.md", *DOCS.glob("*.md")])
+    for path in [*MEASURED.iterdir(), *PICTURES.iterdir()]:
+        assert f"{path.parent.name}/{path.name})" in text, path.name
 
 
 def test_a_job_keeps_what_it_measured_and_one_that_fails_nothing(folders: Path) -> None:
