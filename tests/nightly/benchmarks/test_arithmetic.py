@@ -16,7 +16,6 @@ from benchmarks.learners.host_speed import HostSpeeds
 from benchmarks.learners.push_pull import PushPull
 from benchmarks.learners.throughput import gradients_per_second
 from benchmarks.pipeline import choice_of
-from benchmarks.scaling import ALONE, limit_of_throughput, throughput
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
@@ -82,13 +81,6 @@ def test_the_validation_set_chooses() -> None:
     assert choice is not None
     assert (choice.method, choice.validation) == ("b", 4.5)
     assert choice_of(runs[-1:]) is None
-
-
-def test_throughput_by_hand() -> None:
-    """A step of 1 s alone that takes 4 s on 8 workers: twice the samples per second."""
-    run = {"seconds": {ALONE: [1.0, 9.0, 1.0], "parameter server": [4.0]}, "limit": {"parameter server": 2.0}}
-    assert throughput({"world_size": 8}, run, "parameter server") == 2
-    assert limit_of_throughput({"world_size": 8}, run, "parameter server") == 4
 
 
 def test_what_the_all_reduce_predicts() -> None:

@@ -27,8 +27,6 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "HSDP",
         "sharded",
     ),
-    "batch_cost": ("--models cnn --workers 1 2 --rounds 1", "One worker with N times the mini-batch", "batch_cost"),
-    "bucket_search": ("--models resnet50 --searches random --seeds 0 --trials 4", "resnet50", "bucket_search"),
     "codecs": ("--mib 0.1 --rounds 1", "int8", ""),
     "collectives": ("--sizes_mib 0.01 0.1 --rounds 1", "ours: push + pull, central server", "collectives"),
     "converge": (
@@ -37,11 +35,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "digits on 2 hosts, 1ms a step, host 1 at 50%, stalls 10%:1",
         "converge errors_2 staleness_2",
     ),
-    "ea_pipe_bound": ("--stages 2 --rounds 20 --trainings 1", "below the bound for every setting", "ea_pipe_bound"),
-    "gossip": ("--replicas 4 --rounds 10 --repetitions 2", "seconds over exact", "gossip"),
-    "large_batches": ("--batch_sizes 32 64 --epochs 1 --seeds 0", "### Large mini-batches: digits", "large_batches"),
     "overhead": ("--steps 2 --batch_size 1 --sequence 8", "share of a plain step", ""),
-    "pipe_bound": ("--staleness 0 1 --steps 50 --trainings 1", "below the bound for every k and T", "pipe_bound"),
     "pipeline": (
         "--methods sgd weight_stashing ea_pipe:elastic_force=0.3 --model cnn --stages 3 --learning_rates 0.1 1e30 "
         "--seeds 0 --batch_sizes 200 --epochs 1 --evaluations 1",
@@ -52,18 +46,6 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "--models emulated-alexnet --compute_ms 20 --ratio 0.002 --steps 1 --rounds 1",
         "off by",
         "accuracy",
-    ),
-    "scaling": ("--scale 0.002 --ratio 0.5 --steps 1 --rounds 1 --hosts 2", "| 0.5 | 2 |", "scaling"),
-    "selsync_overhead": ("--steps 10 --rounds 1", "microseconds a step", ""),
-    "sensitivity": (
-        "--tasks digits --workers 2 --seeds 0 1 --epochs 1 --evaluations 3",
-        "The Hessian beside the gradient",
-        "sensitivity_density sensitivity_hessian sensitivity_change",
-    ),
-    "side_by_side": (
-        "--hosts 4 --methods 1f1b 1f1b:num_pipelines=2 --learning_rates 0.01 --epochs 1 --seeds 0",
-        "### digits on 4 ranks",
-        "",
     ),
     "stages": (
         "--methods ea_pipe ea_pipe:replicas=4 gpipe --stage_ms 3 --activation_mib 0.01 --steps 2 --rounds 1",
@@ -84,7 +66,6 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "speedup scaling breakdown",
     ),
     "timeline": ("--scale 0.01 --bucket_mb 0.1 --methods ddp byte-scheduler", "ByteScheduler", "timeline"),
-    "weight_density": ("--hosts 2 --epochs 1 --seeds 0", "workers (Fig. 11)", "weight_density"),
 }
 #: Those that a launcher starts; and goodput, whose replicas die and come by the clock.
 ELSEWHERE = {"replicas", "goodput"}

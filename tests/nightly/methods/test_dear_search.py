@@ -6,9 +6,11 @@ import json
 import operator
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from benchmarks.bucket_search import Step
-from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes
-from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.dear.search import SEARCHES, Trial, fastest
@@ -38,6 +39,44 @@ from tests.support.method_runs import backwards
 from tests.support.models import Averaged, Run, assert_same, loss, state
 
 LINK, WORLD_SIZE = LinkCost(alpha=3e-4, beta=1 / 119e6), 4  # 1 Gbit/s
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of DeAR by the cost model, with the paper's schedule.
+
+    Attributes:
+        parameters: In the order of their gradients.
+        shares: Of the computation that belongs to each parameter; they sum to 1.
+        backward: Seconds of the backward pass; the forward pass takes half as long.
+        link: The network.
+        world_size: Number of ranks.
+    """
+
+    parameters: Sequence[NamedParameter]
+    shares: Sequence[float]
+    backward: float
+    link: LinkCost
+    world_size: int
+
+    def seconds(self, fusion: Fusion) -> float:
+        """Returns the seconds of a step: the reduce-scatters under backward, the all-gathers under forward."""
+        buckets = plan_buckets(self.parameters, fusion)
+        sizes = [sum(map(num_bytes, bucket)) for bucket in buckets]
+        ends = [0, *accumulate(map(len, buckets))]
+        share = [sum(self.shares[start:end]) for start, end in pairwise(ends)]
+        ready = [self.backward * part for part in accumulate(share)]
+        reduced = end_of_pipeline(ready, [self.link.reduce_scatter(size, self.world_size) for size in sizes])
+        arrived = moment = 0.0
+        for size, part in zip(reversed(sizes), reversed(share), strict=True):  # ready last, needed first
+            arrived += self.link.all_gather(size, self.world_size)
+            moment = max(moment, arrived) + self.backward / 2 * part
+        return max(self.backward, reduced) + moment
+
+    def best(self, largest_mb: float) -> float:
+        """Returns the seconds with the best of a fine grid."""
+        sizes = [largest_mb ** (i / 30) for i in range(31)]
+        return min(self.seconds(Fusion(size, size / 2**halvings)) for size in sizes for halvings in range(5))
 
 
 def chain(widths: list[int]) -> list[NamedParameter]:

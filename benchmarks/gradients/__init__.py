@@ -1,1 +1,0 @@
-"""What a training's gradient, Hessian and weights look like."""

@@ -1,1 +1,0 @@
-"""Cost models and convex problems of which the papers' bounds are known."""
