@@ -43,9 +43,9 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "pipeline pipeline_by_rate",
     ),
     "plan_accuracy": (
-        "--models emulated-alexnet --compute_ms 20 --ratio 0.002 --steps 1 --rounds 1",
+        "--model emulated-alexnet --compute_ms 20 --ratio 0.002 --steps 1 --rounds 1",
         "off by",
-        "accuracy",
+        "plan_accuracy",
     ),
     "stages": (
         "--methods ea_pipe ea_pipe:replicas=4 gpipe --stage_ms 3 --activation_mib 0.01 --steps 2 --rounds 1",
