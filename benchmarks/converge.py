@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import benchmarks.baselines  # noqa: F401 - adds what trains tasks
 from benchmarks import command, converge_report
 from benchmarks.learners import host_speed_report
-from benchmarks.learners.host_speed import HostSpeeds
-from benchmarks.learners.passes import Passes
+from benchmarks.learners.host_speed import HostSpeeds, Passes
 from benchmarks.tasks import (
     EVALUATED_ON,
     TASKS,

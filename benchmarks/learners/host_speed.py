@@ -1,16 +1,21 @@
-"""The speeds of emulated hosts: how long the computation of each rank takes, pass by pass."""
+"""The speeds of emulated hosts: how long the computation of each rank takes, pass by pass, and passes that do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
+from torch import Tensor
 
 from lightning_pipesync.lab.netlab.faults import Slow, check_faults, parse_slow
 from lightning_pipesync.lab.netlab.units import parse_seconds, parse_share
+
+#: The longest sleep between two checks whether a pass is still wanted.
+SLICE_S = 5e-3
 
 
 @dataclass(frozen=True)
@@ -87,3 +92,39 @@ def _parse_stalls(text: str) -> tuple[float, float]:
     except ValueError as error:
         raise ValueError(f"stalls={text!r} is not SHARE%:FACTOR, as in 5%:10 ({error})") from error
     return found
+
+
+class Passes:
+    """Runs passes that take at least a given time each.
+
+    The rest of the time is slept between forward and backward, so that what a method exchanges under the backward pass
+    comes as late as it would if all layers took longer, and so that the hosts do not compete for this machine's
+    processors. The next backward pass is expected to take the processor time of the last.
+
+    Args:
+        seconds: the least seconds of each pass.
+    """
+
+    def __init__(self, seconds: Iterator[float]) -> None:
+        self._seconds = seconds
+        self._backward_s = 0.0
+
+    def run(self, forward: Callable[[], Tensor], check: Callable[[], object] = lambda: None) -> float:
+        """Runs a forward and a backward pass.
+
+        Args:
+            forward: computes the loss.
+            check: called every few ms while the rest of the time is slept; may raise, to end the pass.
+
+        Returns:
+            The loss.
+        """
+        end = time.perf_counter() + next(self._seconds) - self._backward_s
+        loss = forward()
+        while (rest := end - time.perf_counter()) > 0:
+            check()
+            time.sleep(min(rest, SLICE_S))
+        begin = time.thread_time()
+        loss.backward()
+        self._backward_s = time.thread_time() - begin
+        return loss.item()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.converge_report import COLUMNS, Row, by_method, curves_of, rows_of, title_of
+from benchmarks.converge_report import COLUMNS, baseline_of, by_method, curves_of, rows_of, title_of
 from benchmarks.learners.host_speed import HostSpeeds
-from benchmarks.learners.throughput import gradients_per_second, together_per_second
+from benchmarks.learners.simulated_learners import gradients_per_second, together_per_second
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import look_of, looks_of, picture
 from lightning_pipesync.lab.bench.tables import number, table_of
@@ -21,9 +21,23 @@ _COLUMNS = 3
 
 def as_markdown(result: dict[str, Any], config_of: Callable[[str], Any]) -> str:
     """Returns the table of the trainings on one number of hosts; ``config_of`` returns the settings of a method."""
-    settings, baseline = result["settings"], _baseline(by_method(result))
+    settings, baseline, runs = result["settings"], baseline_of(result), by_method(result)
     slow = "".join(f", host {host} at {share}" for host, _, share in (text.partition(":") for text in settings["slow"]))
     stalls = f", stalls {settings['stalls']}" if settings["stalls"] else ""
+
+    def throughput(method: str) -> float:
+        return fmean(run["points"][-1]["steps"] / run["points"][-1]["seconds"] for run in runs[method])
+
+    def staleness(method: str) -> float | None:
+        found = [run["staleness"] for run in runs[method] if "staleness" in run]
+        return fmean(found) if found else None
+
+    columns = {
+        **{name: COLUMNS[name] for name in ("", "seconds", "speed-up")},
+        "throughput": lambda row: f"{throughput(row.method) / throughput(baseline):.2f}",
+        "limit by throughput": lambda row: number(limit_of(result, row.method, config_of(row.method)), ".2f"),
+        "mean staleness": lambda row: number(staleness(row.method), ".2f"),
+    }
     return f"""### {title_of(result)}, {settings["compute"]} a step{slow}{stalls}
 
 Seconds to the target, as above, and {readable(baseline)}'s over them. Throughput: batches a second over those of
@@ -31,30 +45,7 @@ Seconds to the target, as above, and {readable(baseline)}'s over them. Throughpu
 what steps would that wait for the slowest host. Staleness: the updates between the weights of a gradient and the
 update that uses it.
 
-{table_of(rows_of(result), {name: columns_of(result, config_of)[name] for name in _SHOWN})}"""
-
-
-#: The columns of a report, which is below another one.
-_SHOWN = ("", "seconds", "speed-up", "throughput", "limit by throughput", "mean staleness")
-
-
-def columns_of(result: dict[str, Any], config_of: Callable[[str], Any]) -> dict[str, Callable[[Row], str]]:
-    """Returns the columns of a table of the trainings, by heading: those of all reports, and these."""
-    runs = by_method(result)
-    baseline = _baseline(runs)
-    staleness = {
-        name: [run["staleness"] for run in of_method if "staleness" in run] for name, of_method in runs.items()
-    }
-
-    def throughput(method: str) -> float:
-        return fmean(run["points"][-1]["steps"] / run["points"][-1]["seconds"] for run in runs[method])
-
-    return {
-        **COLUMNS,
-        "throughput": lambda row: f"{throughput(row.method) / throughput(baseline):.2f}",
-        "limit by throughput": lambda row: number(limit_of(result, row.method, config_of(row.method)), ".2f"),
-        "mean staleness": lambda row: number(fmean(staleness[row.method]) if staleness[row.method] else None, ".2f"),
-    }
+{table_of(rows_of(result), columns)}"""
 
 
 def limit_of(result: dict[str, Any], method: str, config: Any) -> float | None:
@@ -86,7 +77,7 @@ def draw_errors(result: dict[str, Any], path: Path) -> None:
         name: [[fmean(point[key] for point in points) for points in curve] for key in ("seconds", "quality")]
         for name, curve in curves_of(result).items()
     }
-    baseline, looks = _baseline(curves), looks_of(curves)
+    baseline, looks = baseline_of(result), looks_of(curves)
     others = [name for name in curves if name != baseline] or [baseline]
     rows = -(-len(others) // _COLUMNS)
     shared: Any = {"legend": "below", "sharex": True, "sharey": True}
@@ -138,11 +129,6 @@ def draw_staleness(result: dict[str, Any], path: Path) -> None:
             panel.grid(alpha=0.3)
         panels[0, 0].figure.supxlabel("staleness in updates")
         panels[0, 0].figure.supylabel("% of the gradients")
-
-
-def _baseline(names: Collection[str]) -> str:
-    """Returns what the others are compared with: the first DDP, or the first method if there is none."""
-    return next((name for name in names if name.startswith("ddp")), next(iter(names)))
 
 
 def _short(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from lightning_pipesync.methods.servers import ParameterServerConfig
 from lightning_pipesync.methods.servers.messages import Accrued, Decision, Fetch, Gradient, Update
@@ -74,3 +75,30 @@ class SimulatedLearners:
 def num_gradients(update: Update) -> int:
     """Returns the number of passes whose gradients make an update."""
     return sum(1 if one.accrued is None else one.step - one.accrued.first_step + 1 for one in update.gradients)
+
+
+def gradients_per_second(
+    config: ParameterServerConfig, passes: Sequence[Iterator[float]], least_gradients: int = 20_000
+) -> float:
+    """Returns the gradients that updates use in a second, from a simulation of ``least_gradients`` or some more.
+
+    ``passes`` yields the seconds of each host's passes, without an end. What a learner with an optimizer of its own
+    pushes are the steps of a period.
+    """
+    steps = config.period if config.policy in ("easgd", "diloco") else 1
+    used = 0
+    for seconds, update in SimulatedLearners(config, [_in_periods(of_host, steps) for of_host in passes]).updates():
+        used += steps * num_gradients(update)
+        if used >= least_gradients:
+            return used / seconds
+    raise AssertionError("updates have no end")
+
+
+def _in_periods(passes: Iterator[float], steps: int) -> Iterator[float]:
+    while True:
+        yield sum(islice(passes, steps))
+
+
+def together_per_second(passes: Sequence[Iterator[float]], num_steps: int = 5000) -> float:
+    """Returns the gradients a second of steps that wait for all hosts, without communication."""
+    return len(passes) * num_steps / sum(max(map(next, passes)) for _ in range(num_steps))

@@ -20,49 +20,32 @@ _HEADINGS = ("updates", "mean staleness", "halfway", "at the end", "target after
 
 def as_markdown(result: dict[str, Any]) -> str:
     """Returns all tables."""
-    settings = result["settings"]
+    settings, counts = result["settings"], result["counts"]
+    of_counts = [
+        [readable(text), *(_summary(share[text]) for share in counts.values())] for text in settings["histograms"]
+    ]
+    policies = [[readable(run["method"]), f"{run['learning_rate']:g}", *_cells(run)] for run in result["policies"]]
+    downpour = [
+        [f"{run['optimizer']}, {run['n_push']}", f"{run['traffic']:.3f}", *_cells(run)] for run in result["downpour"]
+    ]
     return f"""### Staleness of {settings["learners"]} learners
 
 Mean staleness of {settings["gradients"]} gradients, and its 5th and 95th percentile, by the random part of a pass:
 
-{table_of_counts(result)}
+{table(["policy", *(f"random part {share}" for share in counts)], of_counts)}
 ### Error over time with {settings["learners"]} learners
 
 Digits, {len(settings["seeds"])} trainings of {settings["passes"]} mean passes, whose times are exponentially
 distributed; batches of {settings["batch_size"]}, without momentum. Errors on the test set in % (mean and 95 %
 confidence interval), and when it was {settings["target"]:g} % first, in mean passes.
 
-{table_of_policies(result)}
+{table(["policy", "rate", *_HEADINGS], policies)}
 ### Downpour's traffic and error
 
 n_fetch = n_push, a learning rate of {settings["downpour_rate"]:g}. Traffic: how often a learner sends or fetches as
 many values as the weights have, in a pass.
 
-{table_of_downpour(result)}"""
-
-
-def table_of_counts(result: dict[str, Any]) -> str:
-    """Returns the staleness of each policy, by the random part of a pass."""
-    counts = result["counts"]
-    rows = [
-        [readable(text), *(_summary(of_share[text]) for of_share in counts.values())]
-        for text in result["settings"]["histograms"]
-    ]
-    return table(["policy", *(f"random part {share}" for share in counts)], rows)
-
-
-def table_of_policies(result: dict[str, Any]) -> str:
-    """Returns what each policy leaves of the error, by learning rate."""
-    rows = [[readable(run["method"]), f"{run['learning_rate']:g}", *_cells(run)] for run in result["policies"]]
-    return table(["policy", "rate", *_HEADINGS], rows)
-
-
-def table_of_downpour(result: dict[str, Any]) -> str:
-    """Returns what Downpour sends and what error it leaves, by the servers' optimizer and ``n_push``."""
-    rows = [
-        [f"{run['optimizer']}, {run['n_push']}", f"{run['traffic']:.3f}", *_cells(run)] for run in result["downpour"]
-    ]
-    return table(["optimizer, n_push", "traffic", *_HEADINGS], rows)
+{table(["optimizer, n_push", "traffic", *_HEADINGS], downpour)}"""
 
 
 def draw_counts(counts: Mapping[str, Mapping[str, Sequence[int]]], path: Path) -> None:

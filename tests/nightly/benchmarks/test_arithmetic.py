@@ -14,7 +14,7 @@ from benchmarks.baselines.grouped import merged
 from benchmarks.collectives import Collectives
 from benchmarks.learners.host_speed import HostSpeeds
 from benchmarks.learners.push_pull import PushPull
-from benchmarks.learners.throughput import gradients_per_second
+from benchmarks.learners.simulated_learners import gradients_per_second
 from benchmarks.pipeline import choice_of
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.transport import Transport
