@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from benchmarks import command
-from benchmarks.learners.push_pull import PushPull
+from benchmarks.baselines.servers import PushPull
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench import collectives

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, Subset
 
-import benchmarks.baselines  # noqa: F401 - adds what trains tasks
 from benchmarks import command, converge_report
 from benchmarks.learners import host_speed_report
 from benchmarks.learners.host_speed import HostSpeeds, Passes

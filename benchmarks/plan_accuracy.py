@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import benchmarks.baselines.networks  # noqa: F401 - adds them to the models
+import benchmarks.baselines  # noqa: F401 - adds its networks to the models
 from benchmarks import command
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cluster import Cluster

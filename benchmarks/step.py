@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import benchmarks.baselines
-import benchmarks.baselines.networks  # noqa: F401 - both add to what can be compared
+import benchmarks.baselines  # noqa: F401 - adds to what can be compared
 from benchmarks import command
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import step

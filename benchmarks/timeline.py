@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-import benchmarks.baselines
-import benchmarks.baselines.networks  # noqa: F401 - both add to what can be drawn
+import benchmarks.baselines  # noqa: F401 - adds to what can be drawn
 from benchmarks import command
 from lightning_pipesync.core.comm.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks.baselines.power_sgd import DDPConfig, DDPWithPowerSGD, PowerSGDConfig
 from benchmarks.tasks import Task
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
@@ -30,22 +31,11 @@ class AloneConfig:
     """Settings of training without communication: there are none."""
 
 
-@dataclass(frozen=True)
-class DDPConfig:
-    """Settings of DDP."""
-
-    bucket_mb: float = 25.0
-    """MiB of a bucket of gradients."""
-
-    def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
-
-
 #: By name, what trains a task besides this package's methods: its settings, and what makes a candidate of a model.
 ALTERNATIVES: dict[str, tuple[type[Any], Callable[[BenchModel, Any], Trainable]]] = {
     "alone": (AloneConfig, lambda model, _: without_communication(model)),
     "ddp": (DDPConfig, lambda model, config: ddp(model, config.bucket_mb)),
+    "ddp_powersgd": (PowerSGDConfig, DDPWithPowerSGD),
 }
 
 

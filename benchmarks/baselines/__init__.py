@@ -1,19 +1,22 @@
-"""What the papers measure against: other ways to overlap exact synchronous SGD, over this package's collectives."""
+"""What the papers measure against: other ways to overlap exact synchronous SGD, over this package's collectives.
+
+Importing it adds them, and further networks of DeAR's Table I, to what `bench step` compares.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks import training
 from benchmarks.baselines.byte_scheduler import ByteScheduler
-from benchmarks.baselines.central_server import ParameterServerBaseline
 from benchmarks.baselines.grouped import AllGatherOnly, GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
 from benchmarks.baselines.horovod import Horovod, TunedHorovod
+from benchmarks.baselines.networks import densenet201, inceptionv4
 from benchmarks.baselines.power_sgd import DDPWithPowerSGD, PowerSGDConfig
+from benchmarks.baselines.servers import ParameterServerBaseline
 from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
 from lightning_pipesync.lab.bench.method_candidate import MakeCandidate
-from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.models import TABLES, BenchModel
 
 
 def serial(model: BenchModel, bucket_mb: float) -> GroupedAllReduce:
@@ -45,4 +48,4 @@ BASELINES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "ddp_powersgd": lambda sizes: [partial(power_sgd, bucket_mb=sizes[0])],
 }
 ALTERNATIVES |= BASELINES
-training.ALTERNATIVES["ddp_powersgd"] = (PowerSGDConfig, DDPWithPowerSGD)
+TABLES |= {"densenet201": densenet201, "inceptionv4": inceptionv4}

@@ -1,8 +1,8 @@
-"""Tables of further networks in DeAR Table I, in the order of timm. Importing this module adds them to the models."""
+"""Tables of further networks in DeAR Table I, in the order of timm."""
 
 from __future__ import annotations
 
-from lightning_pipesync.lab.bench.models import TABLES, ModelTable
+from lightning_pipesync.lab.bench.models import ModelTable
 
 _NUM_CLASSES = 1000
 
@@ -79,6 +79,3 @@ def inceptionv4() -> ModelTable:
     table.block = "last_linear"
     table.linear("", 1536, _NUM_CLASSES)
     return table
-
-
-TABLES["densenet201"], TABLES["inceptionv4"] = densenet201, inceptionv4

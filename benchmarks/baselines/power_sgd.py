@@ -1,4 +1,4 @@
-"""DDP with torch's own communication hook for PowerSGD."""
+"""DDP in trainings of tasks, plain and with torch's own communication hook for PowerSGD."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.training import DDPConfig
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.candidates import Wrapped
 from lightning_pipesync.lab.bench.models import BenchModel
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """Settings of DDP."""
+
+    bucket_mb: float = 25.0
+    """MiB of a bucket of gradients."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from benchmarks.tasks.mnist1d import mnist1d
 from benchmarks.tasks.recipes import Recipe
 from benchmarks.tasks.signals import signals
 from benchmarks.tasks.task import DEVICES, Task, evaluations
-from benchmarks.tasks.tiny_llama import tiny_llama
-from benchmarks.tasks.topics import topics
-from benchmarks.tasks.topics_muon import topics_muon
+from benchmarks.tasks.topics import tiny_llama, topics, topics_muon
 
 __all__ = [
     "EVALUATED_ON",

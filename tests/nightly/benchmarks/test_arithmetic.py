@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from benchmarks import converge_report, timeline
 from benchmarks.baselines.grouped import merged
+from benchmarks.baselines.servers import PushPull
 from benchmarks.collectives import Collectives
 from benchmarks.learners.host_speed import HostSpeeds
-from benchmarks.learners.push_pull import PushPull
 from benchmarks.learners.simulated_learners import gradients_per_second
 from benchmarks.pipeline import choice_of
 from lightning_pipesync.core.buckets import MIB

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import benchmarks.baselines.networks  # noqa: F401 - adds them to the models
+import benchmarks.baselines  # noqa: F401 - adds its networks to the models
 from lightning_pipesync.lab.bench.models import (
     TABLES,
     build_model,

@@ -1,12 +1,14 @@
-"""Synchronous parameter servers on some of the ranks, as an exchange."""
+"""Synchronous parameter servers on some of the ranks: an exchange, and a training with one (Pipe-SGD, Experiments)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_slice
+from benchmarks.baselines.over_transport import OverTransport
+from lightning_pipesync.core.buckets import Bucket, shard_slice
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.lab.bench.models import BenchModel
 
 
 class PushPull:
@@ -44,3 +46,31 @@ class PushPull:
         sending = [self._transport.send(weights[self._served], rank) for rank in self._workers]
         for handle in [*arriving, *sending]:
             handle.wait()
+
+
+class ParameterServerBaseline(OverTransport):
+    """Every rank pushes its gradients to the server, which updates the weights by the average, and pulls them.
+
+    The server is rank 0, which trains, too. The gradients and weights of all ranks pass its link, without overlap.
+    """
+
+    def __init__(self, model: BenchModel) -> None:
+        super().__init__("parameter server", model, "serial")
+        self.compression = 1 / self.transport.world_size  # the server's link carries what is of all ranks
+        self._parameters = [parameter.tensor for parameter in self.in_ready_order]
+        self._gradient, self._weights = Bucket(self._parameters), Bucket(self._parameters)
+        self._exchange = PushPull(self.transport, self._gradient.flat.numel(), servers=1)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        self._gradient.pack_gradients(self._parameters)
+        self._exchange.push(self._gradient.flat)
+        if self.transport.rank == 0:
+            self._gradient.flat.div_(self.transport.world_size)
+            self._gradient.unpack([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+            self.optimizer.step()
+            self._weights.pack(self._parameters)
+        self._exchange.pull(self._weights.flat)
+        if self.transport.rank != 0:
+            self._weights.unpack(self._parameters)
