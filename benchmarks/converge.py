@@ -182,14 +182,6 @@ def config_of(text: str) -> Any:
     return parse_named(text, config_types())
 
 
-def seeded(task: Task, method: str, seed: int) -> Training:
-    """Returns a training with the method that begins with the same weights as with any other; a collective call."""
-    torch.manual_seed(seed)
-    training = parse_method(method)(task)
-    torch.manual_seed(1000 * seed + dist.get_rank())
-    return training
-
-
 def train(task: Task, method: str, seed: int, settings: Converge, progress: Callable[[str], object]) -> dict[str, Any]:
     """Trains once; a collective call.
 
@@ -197,7 +189,9 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     In a point, ``seconds`` and ``mib`` (sent by rank 0) are those of the steps, without the consolidation of the
     weights; ``spread`` is that of :func:`spread_of`, None if the ranks are not at the same step.
     """
-    training = seeded(task, method, seed)
+    torch.manual_seed(seed)  # the same weights with any method
+    training = parse_method(method)(task)
+    torch.manual_seed(1000 * seed + dist.get_rank())
     training.candidate.run_passes = Passes(settings.host_speeds.seconds_of(dist.get_rank(), seed)).run
     # The same number of steps for every method: with data injection a step uses fewer of the rank's own samples.
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch

@@ -92,7 +92,7 @@ def _train(task: Task, members: list[Member], batch_size: int, settings: Pipelin
         yield {**run, "diverged": not bool(finite[i]), "points": points[i], "seconds": seconds}
 
 
-def _trainings(task: Task, members: list[Member], settings: PipelineOptions) -> Trainings[Dense]:
+def _trainings(task: Task, members: list[Member], settings: PipelineOptions) -> Trainings:
     """Returns the trainings, with the same initial weights as in the engine."""
     models: dict[int, nn.Sequential] = {}
     for _, _, seed in members:
@@ -132,7 +132,7 @@ def _order(num_samples: int, batch_size: int, epochs: int, seed: int) -> Tensor:
     return torch.stack([batch for _ in range(epochs) for [batch] in loader])
 
 
-def _errors(trainings: Trainings[Dense], dataset: Dataset[Any]) -> list[float]:
+def _errors(trainings: Trainings, dataset: Dataset[Any]) -> list[float]:
     """Returns the classification error of each training's master on a data set, in %."""
     x, y = _tensors(dataset)
     *_, output = trainings.model.forward(trainings.master, x.expand(len(trainings.master), *x.shape).contiguous())

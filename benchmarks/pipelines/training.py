@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
-import benchmarks.tasks.mnist1d  # noqa: F401 - adds it to the tasks
 from benchmarks.pipelines import layered
 from benchmarks.tasks import READ_TASKS, Task, build_task, check_choice, evaluations
 from lightning_pipesync.lab.bench.benchmark import Command
@@ -170,7 +169,8 @@ def train(
         optimizers.append(sgd)
         return sgd
 
-    engine = build_engine(model, optimizer_of, method, seed, settings.stages)
+    config, stages = least_pipeline(method, seed, settings.stages)
+    engine = EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
     order = torch.Generator().manual_seed(seed)
     # A smaller last mini-batch would have the weight of a whole one, and batch norm needs more than one sample.
     loader = DataLoader(data.train, batch_size, shuffle=True, generator=order, drop_last=True, num_workers=task.workers)
@@ -195,7 +195,7 @@ def train(
             if steps in evaluated:
                 engine.flush()
                 points.append(
-                    {"epoch": steps / len(loader), **data.errors_of(lambda part: error_of(task, model, part))}
+                    {"epoch": steps / len(loader), **data.errors_of(lambda part: _error_of(task, model, part))}
                 )
     run = {"method": method, "learning_rate": learning_rate, "batch_size": batch_size, "seed": seed}
     return {**run, "diverged": diverged, "points": points, "seconds": time.perf_counter() - start}
@@ -204,18 +204,6 @@ def train(
 def reductions(num_steps: int) -> set[int]:
     """Returns the steps after which the learning rate is reduced."""
     return {round(share * num_steps) for share in REDUCTIONS}
-
-
-def build_engine(
-    model: nn.Sequential,
-    optimizer_of: Callable[[Iterable[nn.Parameter]], Optimizer],
-    method: str,
-    seed: int,
-    stages: int,
-) -> EAPipe:
-    """Returns the pipeline of ``method`` with ``stages`` stages, or an equivalent one with fewer."""
-    config, stages = least_pipeline(method, seed, stages)
-    return EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
 
 
 def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, int]:
@@ -231,18 +219,13 @@ def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, i
     return config, stages
 
 
-def error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
-    """Returns the classification error on a data set, in %."""
-    return 100 - quality_of(task, model, dataset)
-
-
 @torch.no_grad()
-def quality_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
-    """Returns the quality on a data set; uses no random numbers of the training."""
+def _error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
+    """Returns the classification error on a data set, in %; uses no random numbers of the training."""
     model.eval()
     score = number = 0.0
     for batch in DataLoader(dataset, 200, num_workers=task.workers, generator=torch.Generator()):
         batch_score, batch_number = task.score(model, task.batch_there(batch))
         score, number = score + batch_score.item(), number + batch_number
     model.train()
-    return task.quality(score / number)
+    return 100 - task.quality(score / number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,21 +77,11 @@ class Dense:
                 error = before.add_(error) if layer in self._residual else before
 
 
-class Model(Protocol):
-    """What :class:`Trainings` train: many models at once, a row of weights each."""
-
-    def gradient(self, seen: Tensor, used: Tensor, x: Tensor, y: Tensor, out: Tensor) -> None:
-        """Computes the gradient into ``out``; arguments as of :meth:`Dense.gradient`."""
-
-
-AnyModel = TypeVar("AnyModel", bound=Model)
-
-
-class Trainings(ABC, Generic[AnyModel]):
+class Trainings(ABC):
     """Lockstep trainings with the same method.
 
     Args:
-        model: the model, such as the layers.
+        model: the layers.
         initial: the initial weights, ``[trainings, size]``.
         learning_rates: the learning rate of each training, ``[trainings, 1]``; may be changed in place.
         momentum: the momentum of SGD.
@@ -102,7 +92,7 @@ class Trainings(ABC, Generic[AnyModel]):
     num_at_once = 1
 
     def __init__(
-        self, model: AnyModel, initial: Tensor, learning_rates: Tensor, momentum: float, weight_decay: float
+        self, model: Dense, initial: Tensor, learning_rates: Tensor, momentum: float, weight_decay: float
     ) -> None:
         self.model, self.master, self.learning_rates = model, initial.clone(), learning_rates
         self._momentum, self._weight_decay = momentum, weight_decay
@@ -120,7 +110,7 @@ class Trainings(ABC, Generic[AnyModel]):
         weights.addcmul_(gradient, self.learning_rates, value=-1)
 
 
-class Elastic(Trainings[AnyModel]):
+class Elastic(Trainings):
     """EA-Pipe, a round at a time, in which each replica uses a mini-batch and is pulled (Algorithm 1).
 
     There are N ``replicas``; elastic forces alpha and synchronization periods tau have the shape ``[trainings, 1]``.
@@ -146,7 +136,7 @@ class Elastic(Trainings[AnyModel]):
                 self.master.add_(force)
 
 
-class Delayed(Trainings[Dense]):
+class Delayed(Trainings):
     """One master, of which each stage uses an earlier version, or a prediction from it and the last updates.
 
     Args:
@@ -206,7 +196,7 @@ def trainings_of(
     learning_rates: Tensor,
     momentum: float,
     decay: float,
-) -> Trainings[Dense]:
+) -> Trainings:
     """Returns a training for each of ``configs``, as the arguments of :class:`Trainings` say.
 
     They are settings of the same algorithm, number of replicas and smoothing; ``naive`` with a single stage is SGD.
