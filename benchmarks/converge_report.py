@@ -17,25 +17,18 @@ Point = dict[str, float]
 
 @dataclass(frozen=True)
 class Row:
-    """The trainings with one method: means over the seeds, and half their 95 % confidence intervals if there are two.
-
-    What it takes to reach the target is the median over the seeds; None if not all of them have reached it.
-    """
+    """The trainings with one method; what it takes to reach the target is their median, None if not all reached it."""
 
     method: str
     #: The share of local steps; None if it is not defined.
     lssr: float | None
-    best: float
-    best_interval: float | None
-    final: float
-    final_interval: float | None
-    #: The best quality less the baseline's with the same seed, positive if better.
-    difference: float
-    difference_interval: float | None
+    #: Of each seed the best quality, that less the baseline's (positive if better), and the last quality.
+    best: Sequence[float]
+    differences: Sequence[float]
+    final: Sequence[float]
     #: The distance of the ranks' weights, the mean over the evaluations; None if the ranks are not at the same step.
     spread: float | None
     num_reached: int
-    num_seeds: int
     steps: float | None
     seconds: float | None
     #: Sent by rank 0.
@@ -53,17 +46,21 @@ COLUMNS = {
     "": lambda row: readable(row.method),
     "steps": lambda row: number(row.steps, ".0f"),
     "LSSR": lambda row: number(row.lssr, ".3f"),
-    "best": lambda row: with_interval(row.best, row.best_interval),
-    "better by": lambda row: with_interval(row.difference, row.difference_interval, "+.2f"),
-    "final": lambda row: with_interval(row.final, row.final_interval),
+    "best": lambda row: _mean(row.best),
+    "better by": lambda row: _mean(row.differences, "+.2f"),
+    "final": lambda row: _mean(row.final),
     "spread": lambda row: number(row.spread, ".2%"),
-    "reached": lambda row: f"{row.num_reached} of {row.num_seeds}",
+    "reached": lambda row: f"{row.num_reached} of {len(row.best)}",
     "MiB": lambda row: number(row.mib, ".1f"),
     "ms a step": lambda row: f"{1e3 * row.step_seconds:.0f}",
     "seconds": lambda row: number(row.seconds, ".1f"),
     "speed-up": lambda row: number(row.speedup, ".2f"),
     "share of the limit": lambda row: number(row.share_of_limit, ".0%"),
 }
+
+
+def _mean(values: Sequence[float], form: str = ".2f") -> str:
+    return with_interval(fmean(values), interval_of(values), form)
 
 
 def baseline_of(result: dict[str, Any]) -> str:
@@ -93,23 +90,17 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
         if name == "alone":  # its quality is that of one rank
             continue
         lssr = [run["lssr"] for run in runs if run["lssr"] is not None]
-        differences = [sign * (quality - other) for quality, other in zip(best[name], best[baseline], strict=True)]
-        final = [run["points"][-1]["quality"] for run in runs]
         spreads = [point["spread"] for run in runs for point in run["points"]]
         seconds = to_target(name, "seconds")
         rows.append(
             Row(
                 method=name,
                 lssr=fmean(lssr) if lssr else None,
-                best=fmean(best[name]),
-                best_interval=interval_of(best[name]),
-                final=fmean(final),
-                final_interval=interval_of(final),
-                difference=fmean(differences),
-                difference_interval=interval_of(differences),
+                best=best[name],
+                differences=[sign * (ours - other) for ours, other in zip(best[name], best[baseline], strict=True)],
+                final=[run["points"][-1]["quality"] for run in runs],
                 spread=fmean(spreads) if None not in spreads else None,
                 num_reached=len(reached[name]),
-                num_seeds=len(runs),
                 steps=to_target(name, "steps"),
                 seconds=seconds,
                 mib=to_target(name, "mib"),

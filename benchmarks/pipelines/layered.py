@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-#: Residual blocks of :func:`resnet`: with the first and the last layer enough for 50 stages.
+#: Residual blocks of :func:`residual_mlp`: with the first and the last layer enough for 50 stages.
 NUM_BLOCKS = 48
 _NUM_CLASSES = 10
 
@@ -31,20 +31,6 @@ class Residual(nn.Module):
 
 class _Joined(nn.Sequential):
     """Layers that stay on one stage: a pipeline splits a plain Sequential only."""
-
-
-def resnet(width: int = 16, num_blocks: int = NUM_BLOCKS) -> nn.Sequential:
-    """Returns a residual network for images of 1 x 8 x 8; a branch is one dense layer, so that it is quick to train.
-
-    Each branch ends with a batch norm with an initial gain of 0: the network starts as a shallow one.
-    """
-    blocks = []
-    for _ in range(num_blocks):
-        norm = nn.BatchNorm1d(width)
-        nn.init.zeros_(norm.weight)
-        blocks.append(Residual(nn.ReLU(), nn.Linear(width, width, bias=False), norm))
-    stem = _Joined(nn.Flatten(), nn.Linear(64, width, bias=False), nn.BatchNorm1d(width))
-    return nn.Sequential(stem, *blocks, _Joined(nn.ReLU(), nn.Linear(width, _NUM_CLASSES)))
 
 
 def mlp(inputs: int, width: int = 16, depth: int = 8) -> nn.Sequential:
@@ -75,15 +61,3 @@ def residual_mlp(inputs: int, width: int = 16, num_blocks: int = NUM_BLOCKS) -> 
     return nn.Sequential(
         _Joined(nn.Flatten(), first), *(Residual(nn.ReLU(), block) for block in blocks), _Joined(nn.ReLU(), last)
     )
-
-
-def vgg(width: int = 16) -> nn.Sequential:
-    """Returns a VGG for images of 1 x 8 x 8: six convolutions, each with batch norm, and two dense layers."""
-    channels = [1, width, width, 2 * width, 2 * width, 4 * width, 4 * width]
-    layers: list[nn.Module] = []
-    for i, (inputs, outputs) in enumerate(pairwise(channels)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-        if i % 2:
-            layers.append(nn.MaxPool2d(2))
-    dense = [nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, _NUM_CLASSES)]
-    return nn.Sequential(*layers, nn.Flatten(), *dense)

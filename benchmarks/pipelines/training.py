@@ -26,8 +26,6 @@ METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe
 TASKS = ("digits", "mnist1d", "cifar10", "cifar100", "imagenet")
 #: Factories of the models of a task, by name; those of the papers are their tasks' own.
 MODELS: dict[str, Callable[[Task], nn.Module]] = {
-    "resnet": lambda _: layered.resnet(),
-    "vgg": lambda _: layered.vgg(),
     "cnn": lambda task: task.build_module(),
     "mlp": lambda task: layered.mlp(task.train_set[0][0].numel()),
     "residual_mlp": lambda task: layered.residual_mlp(task.train_set[0][0].numel()),
@@ -45,14 +43,14 @@ class PipelineOptions(Command):
     """The options of the trainings of a study.
 
     Attributes:
-        task: digits (scikit-learn's) or mnist1d (digits as signals); resnet and vgg are for digits. Or the papers'
-            cifar10, cifar100 or imagenet, with --data.
+        task: digits (scikit-learn's) or mnist1d (digits as signals); or the papers' cifar10, cifar100 or imagenet, with
+            --data.
         data: Folder with the data set of cifar10, cifar100 or imagenet, as of python -m benchmarks.converge.
         workers: Number of processes that load samples. 0: this process loads them.
         device: cpu or cuda.
-        model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), mlp (8 dense layers) or
-            residual_mlp (50), whose trainings are made many at once, some hundred times as fast. Of cifar10: vgg16 or
-            resnet101; cifar100: resnet34 or vgg11; imagenet: resnet50 or alexnet.
+        model: mlp (8 dense layers) or residual_mlp (50), whose trainings are made many at once, some hundred times as
+            fast, or cnn (the task's own, 11 layers). Of cifar10: vgg16 or resnet101; cifar100: resnet34 or vgg11;
+            imagenet: resnet50 or alexnet.
         stages: Number of stages, which is the number of mini-batches in flight.
         methods: sgd (one stage), pipedream, weight_stashing, spectrain, naive or ea_pipe, each with settings if need
             be: NAME:SETTING=VALUE,SETTING=VALUE.
@@ -71,8 +69,8 @@ class PipelineOptions(Command):
     data: str | None = None
     workers: int = 0
     device: str = "cpu"
-    model: str = "resnet"
-    stages: int = 50
+    model: str = "mlp"
+    stages: int = 8
     methods: tuple[str, ...] = ("sgd", "pipedream", "spectrain", "naive", "ea_pipe:elastic_force=0.1")
     learning_rates: tuple[float, ...] = (0.5, 0.1, 0.01)
     momentum: float = 0.0

@@ -38,7 +38,7 @@ def test_tasks_are_trained_on_the_device() -> None:
 
 
 def test_pipelines_are_trained_on_the_device() -> None:
-    options = Pipeline(model="vgg", stages=2, device="cuda", epochs=1, evaluations=1, batch_sizes=(50,))
+    options = Pipeline(model="cnn", stages=2, device="cuda", epochs=1, evaluations=1, batch_sizes=(50,))
     run = train_pipeline(options.build_task(), "ea_pipe:elastic_force=0.3", 0.1, 50, 0, options)
     assert not run["diverged"]
     assert next(options.build_model(options.build_task()).parameters()).device == torch.device("cuda", 0)
