@@ -1,6 +1,6 @@
 """``python -m benchmarks.results``: runs the jobs of ``jobs.yaml``, whose numbers, tables and pictures the docs show.
 
-A job is a command that anybody can type. What it measured is kept as docs/measured/JOB.json: the command, the time,
+A job is a command with its options. What it measured is kept as docs/measured/JOB.json: the command, the time,
 versions and machine, the command's own table, and all measurements; its pictures are in docs/pictures. The numbers in
 docs/results.md and docs/benchmarks.md are written by hand.
 """
@@ -101,7 +101,7 @@ class Job:
 
     def _run_command(self, folder: Path, limit_s: float) -> int:
         """Returns the exit status; after the limit no process of the command is left."""
-        # ``python`` and ``pipesync`` are those that run this.
+        # ``python`` and ``pipesync`` of this environment come first.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         words = [*shlex.split(self.command), "--output", str(folder)]
         with (folder / "log.txt").open("w") as log:
@@ -157,7 +157,7 @@ class Measure(Chosen):
     To measure something again, remove its file in docs/measured.
 
     Attributes:
-        minutes: Begin no job that would not end within as many minutes from now; without it all are run.
+        minutes: Begins no job that would end later than this; without it all are run.
     """
 
     minutes: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def test_a_job_keeps_what_it_measured_and_one_that_fails_nothing(folders: Path) 
     assert [*record] == ["command", "measured", "kind", "table", "results"]
     assert {"time", "python", "versions", "machine", "cpus", "commit", "minutes"} <= {*record["measured"]}
     assert any(line.startswith("| int8 |") for line in record["table"])
+
+
+@pytest.mark.usefixtures("folders")
+def test_jobs_are_listed_and_none_begins_that_has_no_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("list --only codecs overhead", "measure --only codecs --minutes 0.01"):
+        monkeypatch.setattr(sys, "argv", ["results", *words.split()])
+        assert results.main() == 0
+    said = capsys.readouterr().out
+    assert "3 jobs, 7 minutes; 7 are left." in said
+    assert "benchmarks.md#codecs" in said
+    assert "1 of 1" not in said
+    with pytest.raises(ValueError, match="only='codex' is not the beginning"):
+        results.List(only=("codex",))
 
 
 def test_no_process_outlives_the_time_limit_of_a_job(folders: Path) -> None:
