@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.tasks import cifar, recipes, words
-from benchmarks.tasks import imagenet as image_files
+from benchmarks.tasks import images, recipes, words
 from benchmarks.tasks.digits import digits, resnet_digits
-from benchmarks.tasks.layout import Layout
 from benchmarks.tasks.mnist1d import mnist1d
 from benchmarks.tasks.recipes import Recipe
 from benchmarks.tasks.signals import signals
-from benchmarks.tasks.task import DEVICES, Task, evaluations
+from benchmarks.tasks.task import DEVICES, Layout, Task, evaluations
 from benchmarks.tasks.topics import tiny_llama, topics, topics_muon
 
 __all__ = [
@@ -41,9 +39,9 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 #: By name the tasks of the papers, which read their data from a folder, with its layout.
 READ_TASKS: dict[str, tuple[Callable[[Path, Recipe], Task], Layout]] = {
-    "cifar10": (cifar.cifar10, cifar.CIFAR10_LAYOUT),
-    "cifar100": (cifar.cifar100, cifar.CIFAR100_LAYOUT),
-    "imagenet": (image_files.imagenet, image_files.LAYOUT),
+    "cifar10": (images.CIFAR10.task, images.CIFAR10.layout),
+    "cifar100": (images.CIFAR100.task, images.CIFAR100.layout),
+    "imagenet": (images.imagenet, images.IMAGENET_LAYOUT),
     "wikitext": (words.wikitext, words.LAYOUT),
 }
 #: The sets that the quality can be measured on.

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from benchmarks.tasks.classifiers import resnet
+from benchmarks.tasks.networks import resnet
 from benchmarks.tasks.task import Task
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, MultiStepLR, StepLR
 
-from benchmarks.tasks.classifiers import alexnet, resnet, vgg
-from benchmarks.tasks.word_transformer import WordTransformer
+from benchmarks.tasks.networks import WordTransformer, alexnet, resnet, vgg
 
 #: The words of a window (SelSync: "35 bptt steps").
 WINDOW = 35

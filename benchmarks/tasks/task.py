@@ -1,4 +1,4 @@
-"""A task: a model, its data, its optimizer and its target quality."""
+"""A task: a model, its data, its optimizer and its target quality; and the files of its data set."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -131,6 +132,32 @@ class Task:
                 f"labels_per_worker={labels_per_worker} must be from 1 to {num_labels}, the labels there are."
             )
         return replace(self, labels_per_worker=labels_per_worker)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of a data set in the folder ``--data``, and the errors that tell what is missing or wrong."""
+
+    #: Of the data set.
+    name: str
+    #: Files and folders that have to be there, within the folder.
+    paths: tuple[str, ...]
+    #: All of them, in words.
+    described: str
+
+    def check(self, data: Path) -> None:
+        """Raises ValueError if a file or a folder is missing."""
+        if missing := [path for path in self.paths if not (data / path).exists()]:
+            raise ValueError(f"data={str(data)!r} has no {missing[0]}. {self.expected}")
+
+    def wrong(self, path: Path, what: str) -> ValueError:
+        """Returns the error for what is wrong with a file."""
+        return ValueError(f"{path} is damaged, or of another format ({what}). {self.expected}")
+
+    @property
+    def expected(self) -> str:
+        """Which layout is expected, for an error message."""
+        return f"The folder has to contain {self.described} ({self.name}). Nothing is downloaded."
 
 
 def evaluations(num_steps: int, number: int) -> set[int]:

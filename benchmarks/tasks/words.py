@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset
 
-from benchmarks.tasks.layout import Layout
 from benchmarks.tasks.recipes import RECIPES, WINDOW, Recipe
-from benchmarks.tasks.task import Task
+from benchmarks.tasks.task import Layout, Task
 
 #: The word for words that are not in the vocabulary, and that for the end of a line, as in WikiText.
 _UNKNOWN, _END = "<unk>", "<eos>"
