@@ -8,6 +8,7 @@ docs/results.md and docs/benchmarks.md are written by hand.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,83 +129,70 @@ def read_jobs() -> list[Job]:
     return [Job(name=name, **settings) for name, settings in yaml.safe_load(JOBS.read_text()).items()]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """Some of the jobs.
-
-    Attributes:
-        only: Names of jobs, or the first letters of several, such as dear; all jobs without it.
-    """
-
-    only: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        names = [job.name for job in read_jobs()]
-        for name in self.only:
-            if not any(job.startswith(name) for job in names):
-                raise ValueError(f"only={name!r} is not the beginning of a job's name.{did_you_mean(name, names)}")
-
-    @property
-    def jobs(self) -> list[Job]:
-        return [job for job in read_jobs() if not self.only or job.name.startswith(self.only)]
+def chosen(only: Sequence[str]) -> list[Job]:
+    """Returns the jobs whose names begin with one of ``only``, or all; ValueError if one is no beginning of a name."""
+    jobs = read_jobs()
+    for name in only:
+        if not any(job.name.startswith(name) for job in jobs):
+            near = did_you_mean(name, [job.name for job in jobs])
+            raise ValueError(f"only={name!r} is not the beginning of a job's name.{near}")
+    return [job for job in jobs if not only or job.name.startswith((*only,))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure(Chosen):
+def measure(only: tuple[str, ...] = (), minutes: float | None = None) -> int:
     """Measures, job by job, what has not been measured with the command that the job has now.
 
     What a job has measured is kept as soon as it has ended, so that this may be stopped at any time, and goes on later.
     To measure something again, remove its file in docs/measured.
 
-    Attributes:
+    Args:
+        only: Names of jobs, or the first letters of several, such as dear; all jobs without it.
         minutes: Begins no job that would end later than this; without it all are run.
+
+    Returns:
+        1 if a job failed; the others are run all the same.
     """
-
-    minutes: float | None = None
-
-    def run(self) -> int:
-        """Returns 1 if a job failed; the others are run all the same."""
-        jobs = [job for job in self.jobs if not job.is_measured]
-        start, failed = time.perf_counter(), []
-        for number, job in enumerate(jobs, start=1):
-            left = None if self.minutes is None else self.minutes - (time.perf_counter() - start) / 60
-            if left is not None and job.minutes > left:
-                continue
-            print(f"{number} of {len(jobs)}: {job.name}, about {job.minutes:g} minutes\n  {job.command}", flush=True)
-            try:
-                job.run()
-            except RuntimeError as error:
-                failed.append(str(error))
-                print(f"  {error}", flush=True)
-        for message in failed:
-            print(message)
-        return 1 if failed else 0
+    jobs = [job for job in chosen(only) if not job.is_measured]
+    start, failed = time.perf_counter(), []
+    for number, job in enumerate(jobs, start=1):
+        left = math.inf if minutes is None else minutes - (time.perf_counter() - start) / 60
+        if job.minutes > left:
+            continue
+        print(f"{number} of {len(jobs)}: {job.name}, about {job.minutes:g} minutes\n  {job.command}", flush=True)
+        try:
+            job.run()
+        except RuntimeError as error:
+            failed.append(str(error))
+            print(f"  {error}", flush=True)
+    for message in failed:
+        print(message)
+    return 1 if failed else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class List(Chosen):
-    """Lists the jobs, where the docs show them, and which of them have been measured."""
+def list_jobs(only: tuple[str, ...] = ()) -> int:
+    """Lists the jobs, where the docs show them, and which of them have been measured.
 
-    def run(self) -> int:
-        shown = Table("job", "minutes", "measured", "shown")
-        for job in self.jobs:
-            shown.add_row(job.name, f"{job.minutes:g}", "yes" if job.is_measured else "", job.shown)
-        Console().print(shown)
-        minutes = sum(job.minutes for job in self.jobs)
-        left = sum(job.minutes for job in self.jobs if not job.is_measured)
-        print(f"{len(self.jobs)} jobs, {minutes:.0f} minutes; {left:.0f} are left.")
-        return 0
+    Args:
+        only: Names of jobs, or the first letters of several, such as dear; all jobs without it.
+    """
+    jobs, shown = chosen(only), Table("job", "minutes", "measured", "shown")
+    for job in jobs:
+        shown.add_row(job.name, f"{job.minutes:g}", "yes" if job.is_measured else "", job.shown)
+    Console().print(shown)
+    left = sum(job.minutes for job in jobs if not job.is_measured)
+    print(f"{len(jobs)} jobs, {sum(job.minutes for job in jobs):.0f} minutes; {left:.0f} are left.")
+    return 0
 
 
-SUBCOMMANDS: dict[str, type[Measure | List]] = {"measure": Measure, "list": List}
+SUBCOMMANDS: dict[str, Callable[..., int]] = {"measure": measure, "list": list_jobs}
 
 
 def main() -> int:
     words = sys.argv[1:]
     if words and words[0] in SUBCOMMANDS:
         words = cli.with_lists(words, SUBCOMMANDS[words[0]])
-    command: Measure | List = cli.parse(SUBCOMMANDS, words, prog="python -m benchmarks.results")
-    return command.run()
+    status: int = cli.parse(SUBCOMMANDS, words, prog="python -m benchmarks.results")
+    return status
 
 
 def _rounded(value: Any) -> Any:

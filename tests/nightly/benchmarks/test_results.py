@@ -67,7 +67,7 @@ def test_jobs_are_listed_and_none_begins_that_has_no_time(
     assert "benchmarks.md#codecs" in said
     assert "1 of 1" not in said
     with pytest.raises(ValueError, match="only='codex' is not the beginning"):
-        results.List(only=("codex",))
+        results.chosen(("codex",))
 
 
 def test_no_process_outlives_the_time_limit_of_a_job(folders: Path) -> None:
