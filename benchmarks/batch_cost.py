@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from benchmarks import command
+from benchmarks.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, progress_bar
 from lightning_pipesync.lab.bench.candidate import sgd
 from lightning_pipesync.lab.bench.job import Hosts, run_job
 from lightning_pipesync.lab.bench.models import EMULATED, build_model, model_names
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
-from lightning_pipesync.lab.bench.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.lab.bench.tables import environment, table
 
 

@@ -6,6 +6,7 @@ import sys
 from pkgutil import resolve_name
 
 from lightning_pipesync import cli
+from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.bench.benchmark import Command
 
 
@@ -18,7 +19,7 @@ def main(place: str, words: list[str] | None = None) -> int:
     def run() -> None:
         options = cli.import_modules(list(sys.argv[1:] if words is None else words))
         module, _, _ = place.partition(":")
-        cli.check_packages(["bench", module.rpartition(".")[2], *options], f"python -m {module}")
+        check_extra("bench", f"python -m {module}", "matplotlib", "pyroute2", "rich", "scipy", "sklearn")
         benchmark: type[Command] = resolve_name(place)
         cli.parse(benchmark, cli.with_lists(options, benchmark), prog=f"python -m {module}").run()
 

@@ -25,10 +25,10 @@ from benchmarks.learners.served_trainings import Pass, ServedTrainings
 from benchmarks.learners.simulated_learners import SimulatedLearners, num_gradients
 from benchmarks.pipelines import layered
 from benchmarks.pipelines.vectorized import Dense
+from benchmarks.tasks import Task, build_task, evaluations
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.named_settings import parse_settings
 from lightning_pipesync.lab.bench.tables import environment, interval_of
-from lightning_pipesync.lab.bench.tasks import Task, build_task, evaluations
 from lightning_pipesync.methods.servers import ParameterServerConfig
 from lightning_pipesync.methods.servers.messages import Update
 

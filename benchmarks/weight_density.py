@@ -18,13 +18,13 @@ from torch import Tensor
 import benchmarks.tasks.mnist1d
 import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
+from benchmarks.converge import config_of, points_of, seeded
 from benchmarks.gradients.densities import LAYERS, check_layer, density_of
+from benchmarks.tasks import Task, build_task
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.converge import config_of, points_of, seeded
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import mean_of, table
-from lightning_pipesync.lab.bench.tasks import Task, build_task
 
 _SELSYNC = "selsync:delta=0.25,smoothing=0.16"
 
@@ -35,7 +35,7 @@ class WeightDensity(Benchmark):
 
     Attributes:
         task: digits, signals, mnist1d (classification) or topics (a language model).
-        methods: As of `pipesync bench converge`; the others are compared with the first.
+        methods: As of `python -m benchmarks.converge`; the others are compared with the first.
         seeds: A training with each method for each of these.
         epochs: Of each training; the task's own if not given.
     """
@@ -69,7 +69,7 @@ class WeightDensity(Benchmark):
 
         Returns:
             Settings and ``runs``: method, seed and two ``points``, after half of the training and at its end, each with
-            ``steps``, ``quality`` and ``spread`` of `pipesync bench converge`; the standard ``deviation`` of a rank's
+            ``steps``, ``quality`` and ``spread`` of `benchmarks.converge`; the standard ``deviation`` of a rank's
             weights of the layer and the ``distance`` of their distribution from that of the first method
             (Wasserstein's; for the first method itself from that of the first seed), means over the ranks.
             ``densities`` has for both points the grid and the density of each method, of rank 0's weights with the

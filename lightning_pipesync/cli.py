@@ -34,10 +34,6 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
         "collectives": "lightning_pipesync.lab.bench.collectives:Collectives",
         "step": "lightning_pipesync.lab.bench.step:Step",
-        "timeline": "lightning_pipesync.lab.bench.timeline:Timeline",
-        "sharded": "lightning_pipesync.lab.bench.sharded:Sharded",
-        "memory": "lightning_pipesync.lab.bench.memory:Memory",
-        "converge": "lightning_pipesync.lab.bench.converge:Converge",
     },
 }
 
@@ -45,19 +41,8 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
 EXTRAS = {"launch": "torchft", "lighthouse": "torchft"}
 EXTRAS |= {"plan": "plan", "netlab": "netlab", "bench": "bench"}
 
-#: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
+#: Models that ``transformers`` builds.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
-TASKS_WITHOUT_SKLEARN = (
-    "mnist1d",
-    "signals",
-    "tiny_llama",
-    "topics",
-    "words",
-    "cifar10",
-    "cifar100",
-    "imagenet",
-    "wikitext",
-)
 
 #: The end of the help, about the option that comes before a subcommand.
 EPILOG = (
@@ -94,7 +79,7 @@ def _run(words: list[str]) -> int | None:
     _check_subcommand(words)
     if words[:1] == ["launch"] and not starts_replicas(words[1:]):
         return _launch_with_accelerate(words[1:])
-    check_packages([*words[:1], *split_command(words[1:])[0]] if words[:1] == ["launch"] else words)
+    _check_packages([*words[:1], *split_command(words[1:])[0]] if words[:1] == ["launch"] else words)
     components: Any = dict(SUBCOMMANDS)
     if words[:1] == ["bench"]:
         components["bench"] = _imported(components["bench"])
@@ -197,23 +182,15 @@ def _check_subcommand(words: Sequence[str]) -> None:
         known = known[word]
 
 
-def check_packages(words: Sequence[str], command: str = "") -> None:
-    """Raises ModuleNotFoundError if a command that is to run needs a package of an extra that is not installed.
-
-    ``command`` is what the user calls it, if not ``pipesync`` with a subcommand.
-    """
+def _check_packages(words: Sequence[str]) -> None:
+    """Raises ModuleNotFoundError if a command that is to run needs a package of an extra that is not installed."""
     if not words or words[0] not in EXTRAS or {"-h", "--help"} & set(words):
         return
-    command = command or " ".join(["pipesync", *words[: 2 if words[0] == "bench" else 1]])
+    command = " ".join(["pipesync", *words[: 2 if words[0] == "bench" else 1]])
     check_extra(EXTRAS[words[0]], command)
     values = {value.rpartition("=")[2] for value in words}
-    trains_tasks = words[1:2] in (["converge"], ["pipeline"])
-    if not trains_tasks and words[0] in ("plan", "bench") and (models := values.intersection(MODELS_OF_TRANSFORMERS)):
+    if words[0] in ("plan", "bench") and (models := values.intersection(MODELS_OF_TRANSFORMERS)):
         check_extra("transformers", f"{command} with {' and '.join(sorted(models))}", "transformers")
-    if trains_tasks:
-        check_extra("bench", command, "scipy")
-        if values.isdisjoint(TASKS_WITHOUT_SKLEARN):
-            check_extra("bench", f"{command} with digits", "sklearn")
 
 
 def _for_parser(words: list[str], components: Any) -> list[str]:

@@ -131,10 +131,8 @@ assert main("plan --hosts 2 --model cnn --rounds 0 --output plan".split()) == 0
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench.models import build_model
 from lightning_pipesync.lab.bench.tables import interval_of
-from lightning_pipesync.lab.bench.tasks import build_task
 
 build_model("resnet50")
-build_task("digits")
 interval_of([1.0, 2.0, 3.0])
 assert main("bench step --hosts 2 --model cnn --methods ddp dear --steps 2 --rounds 1 --output bench".split()) == 0
 """,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from benchmarks import training
 from benchmarks.baselines.byte_scheduler import ByteScheduler
 from benchmarks.baselines.central_server import ParameterServerBaseline
 from benchmarks.baselines.grouped import AllGatherOnly, GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
 from benchmarks.baselines.horovod import Horovod, TunedHorovod
 from benchmarks.baselines.power_sgd import DDPWithPowerSGD, PowerSGDConfig
-from lightning_pipesync.lab.bench import training
 from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
 from lightning_pipesync.lab.bench.method_candidate import MakeCandidate
 from lightning_pipesync.lab.bench.models import BenchModel

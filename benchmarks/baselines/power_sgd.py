@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.training import DDPConfig
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.candidates import Wrapped
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.training import DDPConfig
 
 
 @dataclass(frozen=True)

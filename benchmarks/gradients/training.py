@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from benchmarks.gradients.curvature import flat, top_eigenvalue
 from benchmarks.gradients.densities import LAYERS, density_of
 from benchmarks.pipelines.training import quality_of
-from lightning_pipesync.lab.bench.tasks import Task, build_task, evaluations
+from benchmarks.tasks import Task, build_task, evaluations
 from lightning_pipesync.methods.replicas.gradient_change import GradientChangeTracker
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.converge_report import COLUMNS, Row, by_method, curves_of, rows_of, title_of
 from benchmarks.learners.host_speed import HostSpeeds
 from benchmarks.learners.throughput import gradients_per_second, together_per_second
-from lightning_pipesync.lab.bench.converge_report import COLUMNS, Row, by_method, curves_of, rows_of, title_of
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import look_of, looks_of, picture
 from lightning_pipesync.lab.bench.tables import number, table_of

@@ -21,8 +21,8 @@ from benchmarks.pipelines.training import (
     reductions,
 )
 from benchmarks.pipelines.vectorized import Dense, Trainings, trainings_of
+from benchmarks.tasks import Task, evaluations
 from lightning_pipesync.core import layers as chain
-from lightning_pipesync.lab.bench.tasks import Task, evaluations
 
 #: One training: method, learning rate, seed.
 Member = tuple[str, float, int]

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import benchmarks.tasks.mnist1d  # noqa: F401 - adds it to the tasks
 from benchmarks.pipelines import layered
+from benchmarks.tasks import READ_TASKS, Task, build_task, check_choice, evaluations
 from lightning_pipesync.lab.bench.benchmark import Command
 from lightning_pipesync.lab.bench.named_settings import parse_named
-from lightning_pipesync.lab.bench.tasks import READ_TASKS, Task, build_task, check_choice, evaluations
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 Error = TypeVar("Error")
@@ -48,7 +48,7 @@ class PipelineOptions(Command):
     Attributes:
         task: digits (scikit-learn's) or mnist1d (digits as signals); resnet and vgg are for digits. Or the papers'
             cifar10, cifar100 or imagenet, with --data.
-        data: Folder with the data set of cifar10, cifar100 or imagenet, as of pipesync bench converge.
+        data: Folder with the data set of cifar10, cifar100 or imagenet, as of python -m benchmarks.converge.
         workers: Number of processes that load samples. 0: this process loads them.
         device: cpu or cuda.
         model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), mlp (8 dense layers) or

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from math import floor
 from typing import Any
 
+from benchmarks import converge_report
+from benchmarks.converge_report import Row as TrainingRow
 from benchmarks.results.exhibit import Picture, Table
 from benchmarks.results.job import Record
 from benchmarks.results.redraw import command_of, redraw
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
-from lightning_pipesync.lab.bench import converge_report, step_report
+from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.collectives import name_of, time_of
-from lightning_pipesync.lab.bench.converge_report import Row as TrainingRow
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.step_report import Row as StepRow
 from lightning_pipesync.lab.bench.tables import table

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
 from benchmarks.pipelines import layered
-from lightning_pipesync.lab.bench.tasks import TASKS, Task
+from benchmarks.tasks.task import Task
 
 #: The shape of each digit, as its authors drew it.
 _TEMPLATES = (
@@ -75,6 +75,3 @@ def _signal(shape: np.ndarray, generator: np.random.Generator) -> np.ndarray:
 
 def _resampled(signal: np.ndarray, size: int) -> np.ndarray:
     return np.interp(np.linspace(0, 1, size), np.linspace(0, 1, len(signal)), signal)
-
-
-TASKS["mnist1d"] = mnist1d

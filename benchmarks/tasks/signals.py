@@ -8,7 +8,7 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.lab.bench.tasks import TASKS, Task
+from benchmarks.tasks.task import Task
 
 _NUM_CLASSES, _NUM_KNOTS, _LENGTH = 10, 12, 40
 _NUM_TRAINED, _NUM_TESTED = 3000, 1000
@@ -77,6 +77,3 @@ def _network() -> nn.Module:
         nn.ReLU(),
         nn.Linear(128, _NUM_CLASSES),
     )
-
-
-TASKS["signals"] = signals

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from benchmarks.tasks.task import Task
+from benchmarks.tasks.topics import topics
 from lightning_pipesync.core.extras import check_extra
-from lightning_pipesync.lab.bench.tasks import TASKS, Task, build_task
 
 _HIDDEN, _LAYERS, _HEADS = 128, 2, 4
 _ALPHABET = 128
@@ -45,7 +46,4 @@ def tiny_llama() -> Task:
         ModuleNotFoundError: transformers is not installed.
     """
     check_extra("transformers", "The task tiny_llama", "transformers")
-    return replace(build_task("topics"), name="tiny_llama", build_module=TinyLlama)
-
-
-TASKS["tiny_llama"] = tiny_llama
+    return replace(topics(), name="tiny_llama", build_module=TinyLlama)

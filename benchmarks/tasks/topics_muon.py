@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_pipesync.lab.bench.tasks import TASKS, Task, build_task
+from benchmarks.tasks.task import Task
+from benchmarks.tasks.topics import topics
 
 #: Learning rates of Muon, and of AdamW for the rest, as in the task ``topics``.
 _OF_MUON, _OF_ADAMW = 0.02, 3e-3
@@ -45,7 +46,4 @@ def topics_muon() -> Task:
         rates = [_OF_MUON, _OF_ADAMW]
         return OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=0.1, cycle_momentum=False)
 
-    return replace(build_task("topics"), name="topics_muon", optimizer=MuonAndAdamW, scheduler=schedule)
-
-
-TASKS["topics_muon"] = topics_muon
+    return replace(topics(), name="topics_muon", optimizer=MuonAndAdamW, scheduler=schedule)

@@ -125,7 +125,7 @@ class LabEntry:
 
     Attributes:
         compared_by_step: whether ``pipesync bench step`` compares it if the user names no methods.
-        compared_trainings: the settings that ``pipesync bench converge`` compares then, as they are typed.
+        compared_trainings: the settings that ``python -m benchmarks.converge`` compares then, as they are typed.
         exchanges: whose costs a plan measures for :meth:`predict`.
     """
 
@@ -160,7 +160,7 @@ class LabEntry:
         return [BenchCandidate(label, config, period=period_of(config))]
 
     def training(self, config: Any, world_size: int, divided_data: bool) -> BenchCandidate:
-        """Returns what ``pipesync bench converge`` trains with.
+        """Returns what ``python -m benchmarks.converge`` trains with.
 
         ``divided_data``: each rank holds data of its own, which cannot be in a queue.
         """

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.converge import Converge, parse_method, train
 from benchmarks.pipeline import Pipeline
 from benchmarks.pipelines.training import train as train_pipeline
-from lightning_pipesync.lab.bench.converge import Converge, parse_method, train
-from lightning_pipesync.lab.bench.tasks import build_task
+from benchmarks.tasks import build_task
 from tests.cuda.device import launch_on_device, needs_cuda
 
 pytestmark = needs_cuda

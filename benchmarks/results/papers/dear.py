@@ -59,7 +59,7 @@ _ONE_MIB = 2**20 - 64
 _TENS = 10
 
 JOBS = (
-    Job("dear_timeline", "pipesync bench timeline --rate 200mbit", 1),
+    Job("dear_timeline", "python -m benchmarks.timeline --rate 200mbit", 1),
     Job("dear_search", "python -m benchmarks.bucket_search", 8),
     Job(
         "dear_collectives",

@@ -8,6 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import large_batches
+from benchmarks.converge import config_of
+from benchmarks.converge_report import rows_of
 from benchmarks.learners import host_speed_report, staleness_report
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
@@ -15,8 +17,6 @@ from benchmarks.results.views import collectives, drawn_by, runs_of, span, step_
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.collectives import median_of
-from lightning_pipesync.lab.bench.converge import config_of
-from lightning_pipesync.lab.bench.converge_report import rows_of
 from lightning_pipesync.lab.bench.tables import table, table_of
 
 _PREDICTED = "delay_compensation=momentum"

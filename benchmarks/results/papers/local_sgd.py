@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.converge_report import by_method, rows_of, step_seconds
 from benchmarks.results.exhibit import Exhibit, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import drawn_by, reported, training_row, training_table
-from lightning_pipesync.lab.bench.converge_report import by_method, rows_of, step_seconds
 from lightning_pipesync.lab.bench.tables import number, table
 
 _OUTER = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum"
@@ -26,7 +26,7 @@ NAMES = {
     f"local_sgd:period=40,{_OUTER}=0.5,compression=int4": "local SGD, period=40, Nesterov 0.5, int4",
 }
 _TRAINED = [name for name in NAMES if not name.startswith("dear")]  # which trains as DDP does
-_TOPICS = "pipesync bench converge --hosts 4 --task topics"
+_TOPICS = "python -m benchmarks.converge --hosts 4 --task topics"
 _RATES = (50, 200)
 
 #: Averages after every step, or every four: with all, on a ring, and in pairs.
@@ -61,7 +61,8 @@ JOBS = (
     Job("local_sgd_gossip", "python -m benchmarks.gossip", 1),
     Job(
         "gossip_training",
-        f"pipesync bench converge --hosts 8 --task digits --epochs 25 --seeds 0 1 2 --methods {' '.join(_GOSSIP)}",
+        "python -m benchmarks.converge --hosts 8 --task digits --epochs 25 --seeds 0 1 2 "
+        f"--methods {' '.join(_GOSSIP)}",
         20,
     ),
     Job("replicas_goodput", "python -m benchmarks.goodput --duration_s 150 --heartbeat_timeout_s 2", 10),

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.converge_report import COLUMNS, Row, by_method, rows_of, step_seconds
 from benchmarks.results.exhibit import Exhibit, Picture, Sentence, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.papers.local_sgd import NAMES as OF_LOCAL_SGD
 from benchmarks.results.views import named, reported, steps_of, training_row
-from lightning_pipesync.lab.bench.converge_report import COLUMNS, Row, by_method, rows_of, step_seconds
 from lightning_pipesync.lab.bench.pictures import MARKERS, looks_of, picture
 from lightning_pipesync.lab.bench.tables import table
 

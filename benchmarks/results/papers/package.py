@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import plan_accuracy_report
+from benchmarks.converge_report import Row, rows_of
 from benchmarks.results.exhibit import Exhibit, Gain, Gains, Picture, Sentence, Table
 from benchmarks.results.job import ROOT, Job, Record
 from benchmarks.results.papers.dear import DEAR, SYSTEMS_JOBS
@@ -17,7 +18,6 @@ from benchmarks.results.papers.ea_pipe import seconds_of
 from benchmarks.results.papers.local_sgd import LOCAL_SGD
 from benchmarks.results.papers.selsync import ON_4_HOSTS
 from benchmarks.results.views import collectives, cost_of, reachable, reported, runs_of, span, step_row, training_row
-from lightning_pipesync.lab.bench.converge_report import Row, rows_of
 from lightning_pipesync.lab.bench.tables import table_of
 
 #: Two racks of two hosts, whose uplinks have a quarter of the bandwidth of a host's link.

@@ -52,7 +52,7 @@ JOBS = (
     *(
         Job(
             f"pipe_sgd_accuracy_{hosts}",
-            f"pipesync bench converge --hosts {hosts} --rate 200mbit {options} --methods {' '.join(_TIMED)}",
+            f"python -m benchmarks.converge --hosts {hosts} --rate 200mbit {options} --methods {' '.join(_TIMED)}",
             minutes,
         )
         for hosts, options, minutes in (
@@ -63,12 +63,13 @@ JOBS = (
     ),
     Job(
         "pipe_sgd_steps_digits",
-        f"pipesync bench converge --seeds 0 1 2 3 4 --evaluations 12 --methods {' '.join([*_IN_STEPS, *_MORE_STEPS])}",
+        "python -m benchmarks.converge --seeds 0 1 2 3 4 --evaluations 12 "
+        f"--methods {' '.join([*_IN_STEPS, *_MORE_STEPS])}",
         10,
     ),
     Job(
         "pipe_sgd_steps_topics",
-        f"pipesync bench converge --task topics --seeds 0 1 2 --evaluations 6 --methods {' '.join(_IN_TEXT)}",
+        f"python -m benchmarks.converge --task topics --seeds 0 1 2 --evaluations 6 --methods {' '.join(_IN_TEXT)}",
         15,
     ),
     Job(
@@ -76,7 +77,7 @@ JOBS = (
         f"pipesync bench step --hosts 2 4 --rate 200mbit {_ALEXNET} --methods {_CANDIDATES}",
         9,
     ),
-    Job("pipe_sgd_timeline", "pipesync bench timeline --rate 200mbit --methods ddp pipe_sgd --steps 3", 1),
+    Job("pipe_sgd_timeline", "python -m benchmarks.timeline --rate 200mbit --methods ddp pipe_sgd --steps 3", 1),
     Job("pipe_bound", "python -m benchmarks.pipe_bound", 8),
     Job(
         "pipe_sgd_levels",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from benchmarks.converge_report import rows_of
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import reachable, reported, span, training_picture, training_row, training_table
-from lightning_pipesync.lab.bench.converge_report import rows_of
 
 _CONVERGE = "python -m benchmarks.converge"
 _SMOOTHING = "smoothing=0.16"
@@ -104,13 +104,13 @@ JOBS = (
     ),
     Job(
         "selsync_non_iid",
-        "pipesync bench converge --hosts 5 --labels_per_worker 2 --epochs 16 --seeds 0 1 2 3 4 --evaluations 12 "
+        "python -m benchmarks.converge --hosts 5 --labels_per_worker 2 --epochs 16 --seeds 0 1 2 3 4 --evaluations 12 "
         f"--methods ddp {_fedavg(1, 0.1)} {_fedavg(1, 1)} {' '.join(_INJECTED)}",
         8,
     ),
     Job(
         "selsync_iid",
-        "pipesync bench converge --hosts 5 --epochs 16 --seeds 0 1 2 3 4 --evaluations 12 "
+        "python -m benchmarks.converge --hosts 5 --epochs 16 --seeds 0 1 2 3 4 --evaluations 12 "
         f"--methods ddp {_fedavg(1, 0.1)} {_fedavg(1, 1)}",
         4,
     ),

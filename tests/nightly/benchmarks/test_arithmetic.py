@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import converge_report, timeline
 from benchmarks.baselines.grouped import merged
 from benchmarks.collectives import Collectives
 from benchmarks.learners.host_speed import HostSpeeds
@@ -123,3 +124,54 @@ def test_a_push_and_a_pull_through_servers() -> None:
     """Three ranks get the sum; a server sends its shard to both others, and pushes what it does not serve itself."""
     sent = launch_cases({servers: partial(numbers_sent, servers) for servers in (1, 2, 3)}, 3)
     assert [sent[servers] for servers in (1, 2, 3)] == [[12, 6, 6], [9, 9, 6], [8, 8, 8]]
+
+
+def test_time_that_is_hidden() -> None:
+    """Forward for 3 s, then communication for 4 s, half of it under 2 s of backward."""
+    spans = [("forward", 0, 2), ("forward", 2, 3), ("all-reduce", 3, 6), ("all-reduce", 5, 7), ("backward", 3, 5)]
+    spans_as_saved = [{"kind": kind, "number": 0, "start": start, "end": end} for kind, start, end in spans]
+    text = timeline.as_markdown({"timelines": [{"name": "one", "spans": spans_as_saved, "steps": [7.0]}]})
+    assert "| one | 7000 | 5000 | 4000 | 50% |" in text
+
+
+def trainings(points: dict[str, list[list[float]]], higher_is_better: bool, target: float) -> dict[str, Any]:
+    """Two evaluations, after 10 and 20 steps; one training for each list of qualities."""
+
+    def point(method: str, i: int, quality: float) -> dict[str, float]:
+        seconds = (i + 1) * (2.0 if method == "ddp" else 1.0)
+        sent = {"mib": 5.0, "consolidation_mib": 0.5 * i}
+        return {"steps": 10 * (i + 1), "seconds": seconds, "quality": quality, "spread": 0.01 * (i + 1), **sent}
+
+    runs = [
+        {"method": method, "seed": seed, "lssr": 0.5, "points": [point(method, i, q) for i, q in enumerate(qualities)]}
+        for method, seeds in points.items()
+        for seed, qualities in enumerate(seeds)
+    ]
+    settings = {"task": "digits", "seeds": [0, 1], "evaluations": 2, "labels_per_worker": 5}
+    shared = {"higher_is_better": higher_is_better, "target": target, "world_size": 2}
+    return {"settings": settings, "metric": "test accuracy %", "runs": runs, **shared}
+
+
+def test_rows_of_the_table_of_trainings() -> None:
+    qualities = {
+        "quick:x=1": [[99.0, 98.0], [99.0, 99.5]],
+        "ddp": [[90.0, 98.5], [98.0, 98.5]],
+        "lucky": [[99, 1], [1, 2]],
+        "alone": [[1, 2], [1, 2]],
+    }
+    result = trainings(qualities, True, 98.5)
+    quick, ddp, lucky = converge_report.rows_of(result)
+    assert (quick.steps, quick.seconds, quick.num_reached, quick.speedup) == (10, 1.0, 2, 4.0)
+    assert (quick.best, quick.difference, quick.final, quick.spread) == (99.25, 0.75, 98.75, 0.015)
+    assert quick.difference_interval == pytest.approx(12.706 * 0.25, rel=1e-4), "of 99 - 98.5 and 99.5 - 98.5"
+    assert quick.best_interval == pytest.approx(12.706 * 0.25, rel=1e-4), "Student's t with one degree of freedom"
+    assert (ddp.steps, ddp.seconds, ddp.speedup, ddp.difference) == (20, 4.0, 1.0, 0.0)
+    assert (lucky.num_reached, lucky.steps, lucky.speedup, lucky.share_of_limit) == (1, None, None, None)
+    assert (quick.share_of_limit, ddp.share_of_limit) == (2.0, 0.5), "DDP's 20 steps of 0.1 s"
+    quality = "99.25 ± 3.18 | +0.75 ± 3.18 | 98.75 ± 9.53 | 1.50%"
+    row = f"| quick: x=1 | 10 | 0.500 | {quality} | 2 of 2 | 5.0 | 100 | 1.0 | 4.00 | 200% |"
+    assert row in converge_report.as_markdown([result])
+    result = trainings({"ddp": [[7.0, 5.0], [7.0, 5.0]], "worse": [[6.0, 5.5], [6.0, 5.5]]}, False, 6.0)
+    ddp, worse = converge_report.rows_of(result)  # of which a lower perplexity is better
+    assert (ddp.steps, ddp.best) == (20, 5.0)
+    assert (worse.steps, worse.best, worse.difference) == (10, 5.5, -0.5)

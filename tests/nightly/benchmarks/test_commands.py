@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from tests.support.bench_runs import PLACES, assert_pictures, run_command
+from tests.support.bench_runs import PLACES, assert_pictures, result_of, run_command
 
 #: By command, in benchmarks/ or of ``pipesync``: its options, words of its report, and the pictures that it draws.
 RUNS: dict[str, tuple[str, str, str]] = {
@@ -15,12 +17,12 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "ours on a tree: all_reduce, int8",
         "collectives",
     ),
-    "bench memory": (
+    "memory": (
         "--model transformer --batch_size 1 --methods dear --steps 1 --hosts 4",
         "HSDP",
         "memory",
     ),
-    "bench sharded": (
+    "sharded": (
         "--model emulated-alexnet --scale 0.001 --ratio 1 --methods dear --steps 1 --rounds 1 --hosts 4",
         "HSDP",
         "sharded",
@@ -101,3 +103,27 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     assert words in reports
     assert list(tmp_path.glob("*.json"))
     assert_pictures(tmp_path, *pictures.split())
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_timelines(tmp_path: Path) -> None:
+    """DDP communicates in backward only; DeAR's second half starts after it, under the next forward pass."""
+    options = f"--scale 0.01 --bucket_mb 0.1 --methods ddp dear pipe_sgd --trace {tmp_path / 'trace.json'}"
+    result = result_of("timeline", options, tmp_path)
+    ddp, dear, pipe_sgd = result["timelines"]
+    for one in (ddp, pipe_sgd):
+        assert {span["kind"] for span in one["spans"]} == {"forward", "backward", "all-reduce"}
+    assert {span["kind"] for span in dear["spans"]} == {"forward", "backward", "reduce-scatter", "all-gather"}
+    assert len(ddp["steps"]) == len(dear["steps"]) == 2
+    operations = sorted((span["start"], span["kind"]) for span in dear["spans"] if "-" in span["kind"])
+    in_turns = [kind for kind, _ in groupby(kind for _, kind in operations)]
+    first = in_turns.index("reduce-scatter")  # before it may be what the step before has left in flight
+    assert in_turns[first : first + 3] == ["reduce-scatter", "all-gather", "reduce-scatter"]
+    assert_pictures(tmp_path, "timeline")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ranks = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(ranks) == 6
+    layers = {ranks[event["pid"]] for event in events if event["name"] == "pipesync::forward of a layer"}
+    assert layers == set(ranks.values())
+    halves = {ranks[event["pid"]] for event in events if "pipesync::reduce_scatter" in event["name"]}
+    assert halves == {name for name in ranks.values() if name.startswith("dear")}

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.results import job as job_module
 from benchmarks.results import pages
-from benchmarks.results.exhibit import not_measured
 from benchmarks.results.job import MEASURED, Job, Record
 from benchmarks.results.papers import JOBS, PICTURES, TABLES
 from benchmarks.results.redraw import command_of
@@ -43,15 +42,6 @@ def test_no_number_in_a_table_is_written_by_hand(page: Path) -> None:
     for line in pages.without_places(page.read_text()).splitlines():
         cells = [cell.strip() for cell in line.split("|")[2:]] if line.startswith("|") else []
         assert not [cell for cell in cells if re.match(r"[+-]?\d", cell)], line
-
-
-@pytest.mark.parametrize("page", WHOLLY_MEASURED, ids=lambda page: page.stem)
-def test_pictures_show_what_was_measured(page: Path) -> None:
-    text = page.read_text()
-    assert not re.findall(r"!\[.*", pages.without_places(text))
-    for name in pages.pictures_in(text):
-        picture = PICTURES[name]
-        assert not_measured(picture.jobs) or picture.is_drawn, f"{name}: run python -m benchmarks.results write"
 
 
 def test_every_file_has_a_job_every_exhibit_its_jobs_and_every_job_options_that_exist() -> None:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipesync.cli import main
-from lightning_pipesync.lab.bench.tasks import READ_TASKS, RECIPES, build_task
-from tests.support.bench_runs import result_of
+from benchmarks.tasks import READ_TASKS, RECIPES, build_task
+from tests.support.bench_runs import result_of, run_command
 from tests.support.tiny_data_sets import WRITERS, write_cifar10
 
 
@@ -95,7 +94,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Capt
     said["--task topics --model vgg16"] = "model='vgg16' has no effect on task='topics'"
     said |= {"--workers -1": "workers must be at least 0, got -1", "--device gpu": "device='gpu' must be one of cpu,"}
     for words, message in said.items():
-        assert main(["bench", "converge", *words.split(), "--output", str(tmp_path / "output")]) == 2
+        assert run_command("converge", f"{words} --output {tmp_path / 'output'}") == 2
         assert message in capsys.readouterr().err
 
 
@@ -141,7 +140,7 @@ def test_the_command_trains(words: str, tmp_path: Path) -> None:
     name = words.partition(" ")[0]
     WRITERS[name](tmp_path)
     options = f"--task {words} --data {tmp_path} --methods ddp selsync:delta=0 --steps 1 --evaluations 1"
-    result = result_of("bench converge", options, tmp_path / "output")
+    result = result_of("converge", options, tmp_path / "output")
     assert [(run["method"], run["points"][-1]["steps"]) for run in result["runs"]] == [
         ("ddp", 1),
         ("selsync:delta=0", 1),

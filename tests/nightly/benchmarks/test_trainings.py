@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import benchmarks.baselines  # noqa: F401 - adds them to the alternatives
+from benchmarks.converge import Converge, parse_method, train
+from benchmarks.tasks import build_task
 from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
-from lightning_pipesync.lab.bench.converge import Converge, parse_method, train
 from lightning_pipesync.lab.bench.models import build_model
-from lightning_pipesync.lab.bench.tasks import build_task
 from tests.support.case_table import Outcomes, launch_cases
 
 WITHOUT_DELAY = ["ddp", "selsync:delta=0,aggregation=gradients,partition=defdp", "pipe_sgd:staleness=0"]

@@ -37,14 +37,12 @@ REFUSED: dict[str, list[tuple[str, list[str]]]] = {
         ("--sizes_mib 0", ["sizes_mib"]),
         ("--rounds 0", ["rounds"]),
     ],
-    "bench converge": [
+    "converge": [
         ("--task nope", ["task='nope'", "digits, topics"]),
         ("--methods selsync:detla=1", ["detla=1", "delta"]),
         ("--methods selsync:delta=x", ["delta", "'x'"]),
         ("--methods ddp ddp", ["different"]),
         ("--labels_per_worker 11", ["labels_per_worker=11", "from 1 to 10"]),
-    ],
-    "converge": [
         ("--slow 1:50%", ["slow", "1:50%", "compute"]),
         ("--compute fast", ["compute", "'fast' is not a duration"]),
         ("--compute 1s --slow 2:50%", ["slow: there is no host 2"]),

@@ -31,7 +31,7 @@ def test_a_registered_method_is_timed_and_trains_a_task_as_ddp_does(tmp_path: Pa
     assert list(candidates)[1:] == ["DDP, 1 MiB", "averaging", "averaging (bucket_mb=0.5)"]
     assert all(one["seconds"][0] > 0 for one in candidates.values())
     assert candidates["averaging"]["limit"] > candidates["DDP, 1 MiB"]["limit"], "nothing is hidden"
-    result = result_of("bench converge", "--epochs 1 --evaluations 2 --steps 8 --methods ddp averaging", tmp_path)
+    result = result_of("converge", "--epochs 1 --evaluations 2 --steps 8 --methods ddp averaging", tmp_path)
     ddp, averaging = ([point["quality"] for point in run["points"]] for run in result["runs"])
     assert averaging == ddp
 

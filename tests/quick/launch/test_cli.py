@@ -65,7 +65,7 @@ def test_only_what_emulates_a_network_leaves_that_of_the_machine(command: str, e
     assert emulates(command.split()) == expected
 
 
-COMMANDS = ("", "plan", "netlab", "launch", "lighthouse", "bench", "bench step", "bench converge")
+COMMANDS = ("", "plan", "netlab", "launch", "lighthouse", "bench", "bench step")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,8 +100,6 @@ def test_help_has_no_types_of_python(
         ("pyroute2", "plan --rate 1gbit", "plan needs pyroute2", "plan"),
         ("transformers", "plan --model bert-base", "plan with bert-base needs transformers", "transformers"),
         ("transformers", "bench step --model=resnet50", "bench step with resnet50 needs transformers", "transformers"),
-        ("sklearn", "bench converge", "bench converge with digits needs scikit-learn", "bench"),
-        ("scipy", "bench converge --task topics", "bench converge needs scipy", "bench"),
     ],
 )
 def test_a_package_that_is_missing_is_told_before_anything_is_measured(

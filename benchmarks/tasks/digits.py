@@ -10,8 +10,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.lab.bench.models.classifiers import resnet
-from lightning_pipesync.lab.bench.tasks.task import Task
+from benchmarks.tasks.classifiers import resnet
+from benchmarks.tasks.task import Task
 
 
 def digits() -> Task:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset
 
-from lightning_pipesync.lab.bench.tasks.layout import Layout
-from lightning_pipesync.lab.bench.tasks.recipes import RECIPES, WINDOW, Recipe
-from lightning_pipesync.lab.bench.tasks.task import Task
+from benchmarks.tasks.layout import Layout
+from benchmarks.tasks.recipes import RECIPES, WINDOW, Recipe
+from benchmarks.tasks.task import Task
 
 #: The word for words that are not in the vocabulary, and that for the end of a line, as in WikiText.
 _UNKNOWN, _END = "<unk>", "<eos>"

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from lightning_pipesync.lab.bench.tasks.recipes import Recipe
-from lightning_pipesync.lab.bench.tasks.task import Task
+from benchmarks.tasks.recipes import Recipe
+from benchmarks.tasks.task import Task
 
 #: Mean and standard deviation of the values of a data set's channels, of shape (3, 1, 1).
 Statistics = tuple[Tensor, Tensor]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks.tasks import Task
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
@@ -21,7 +22,6 @@ from lightning_pipesync.lab.bench.candidate import Trainable
 from lightning_pipesync.lab.bench.candidates import ddp, without_communication
 from lightning_pipesync.lab.bench.method_candidate import MethodCandidate, lab_of
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.tasks import Task
 from lightning_pipesync.training.registry import METHODS
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_pipesync.lab.bench.tasks.images import IMAGENET, image_task, mirrored, normalized
-from lightning_pipesync.lab.bench.tasks.layout import Layout
-from lightning_pipesync.lab.bench.tasks.recipes import Recipe
-from lightning_pipesync.lab.bench.tasks.task import Task
+from benchmarks.tasks.images import IMAGENET, image_task, mirrored, normalized
+from benchmarks.tasks.layout import Layout
+from benchmarks.tasks.recipes import Recipe
+from benchmarks.tasks.task import Task
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_pipesync.lab.bench.tasks.images import (
+from benchmarks.tasks.images import (
     CIFAR100,
     IMAGENET,
     Statistics,
@@ -21,9 +21,9 @@ from lightning_pipesync.lab.bench.tasks.images import (
     moved,
     normalized,
 )
-from lightning_pipesync.lab.bench.tasks.layout import Layout
-from lightning_pipesync.lab.bench.tasks.recipes import Recipe
-from lightning_pipesync.lab.bench.tasks.task import Task
+from benchmarks.tasks.layout import Layout
+from benchmarks.tasks.recipes import Recipe
+from benchmarks.tasks.task import Task
 
 _FOLDER_10, _FOLDER_100 = "cifar-10-batches-py", "cifar-100-python"
 _TRAIN_10 = [f"{_FOLDER_10}/data_batch_{number}" for number in range(1, 6)]

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, MultiStepLR, StepLR
 
-from lightning_pipesync.lab.bench.models.classifiers import alexnet, resnet, vgg
-from lightning_pipesync.lab.bench.models.word_transformer import WordTransformer
+from benchmarks.tasks.classifiers import alexnet, resnet, vgg
+from benchmarks.tasks.word_transformer import WordTransformer
 
 #: The words of a window (SelSync: "35 bptt steps").
 WINDOW = 35

@@ -1,7 +1,8 @@
-"""``pipesync bench memory``: the memory of a rank of replicas that FSDP2 shards, by the method between them."""
+"""``python -m benchmarks.memory``: the memory of a rank of replicas that FSDP2 shards, by the method between them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from benchmarks import command
+from benchmarks.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, model_names
 from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.replicas import HSDP, MakeCandidate, ReplicasBenchmark, device_mesh
-from lightning_pipesync.lab.bench.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.lab.bench.tables import table_of
 
@@ -141,3 +143,7 @@ def _part(result: dict[str, Any]) -> list[str]:
         "peak x HSDP": lambda row: f"{row[1][1] / peak_of_hsdp:.2f}",
     }
     return [heading, table_of(memory.items(), columns)]
+
+
+if __name__ == "__main__":
+    sys.exit(command.main("benchmarks.memory:Memory"))

@@ -1,7 +1,8 @@
-"""``pipesync bench sharded``: a step of replicas that FSDP2 shards within hosts, by the method between hosts."""
+"""``python -m benchmarks.sharded``: a step of replicas that FSDP2 shards within hosts, by the method between hosts."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks import command
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
@@ -128,3 +130,7 @@ def _part(result: dict[str, Any], run: dict[str, Any]) -> list[str]:
         "of no communication": lambda row: f"{row.of_alone:.0%}",
     }
     return [heading, table_of(_rows_of(run), columns)]
+
+
+if __name__ == "__main__":
+    sys.exit(command.main("benchmarks.sharded:Sharded"))

@@ -9,8 +9,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
+from benchmarks.tasks.task import Task
 from lightning_pipesync.lab.bench.models.real import TransformerLM
-from lightning_pipesync.lab.bench.tasks.task import Task
 
 _CONTEXT, _LEARNING_RATE = 64, 3e-3
 
