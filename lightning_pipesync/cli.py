@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
         if emulates(arguments) and "RANK" not in os.environ:  # a launcher's ranks would lose their hosts' network
-            from lightning_pipesync.lab.netlab.user_namespace import enter_user_namespace
+            from lightning_pipesync.lab.netlab.network import enter_user_namespace
 
             enter_user_namespace()
     return exit_status(lambda: _run(list(arguments)))

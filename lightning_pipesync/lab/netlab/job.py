@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from lightning_pipesync.core.jobs import Lines, shared_environment
-from lightning_pipesync.lab.netlab import enter, processes
+from lightning_pipesync.lab.netlab import processes
 from lightning_pipesync.lab.netlab.faults import Fault, Freeze, Kill, Slow, check_faults
 from lightning_pipesync.lab.netlab.network import Network
 from lightning_pipesync.lab.netlab.processes import deferred_signals
@@ -82,7 +81,9 @@ def run_job(
 def check_job(num_hosts: int, command: Sequence[str], faults: Iterable[Fault], timeout_s: float | None) -> None:
     """Checks the arguments of :func:`run_job`; raises its ValueError."""
     if not command:
-        raise ValueError("There is no command for the hosts to run.")
+        raise ValueError(
+            "There is no command for the hosts to run: write it after two dashes, as in -- python train.py."
+        )
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}.")
     check_faults(faults, num_hosts)
@@ -135,9 +136,8 @@ class _Job:
             variables = {**shared_environment(self._network.hosts), **self._network.environment(number), **environment}
             values = {name: variables[name.upper()] for name in ("rank", "world_size", "master_addr", "master_port")}
             words = _fill_in(command, {**values, "address": self._network.address(number)})
-            path = str(processes.NAMESPACES / namespace)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(enter.__file__)), path, str(os.getpid()), *words],
+                processes.inside(namespace, words),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

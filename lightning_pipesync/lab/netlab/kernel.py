@@ -26,7 +26,7 @@ INTERFACE = "eth0"
 _NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
 #: The longest time in ms of a packet in a queue before it is dropped.
 LONGEST_MS = 100
-_LATENCY = f"{LONGEST_MS}ms"
+LATENCY = f"{LONGEST_MS}ms"
 #: A token bucket has at least so many bytes, and those of so many seconds at its rate.
 LEAST_BURST, BURST_S = 72 * 1024, 0.002
 _KERNEL_OPTIONS = {"bridge": "CONFIG_BRIDGE", "veth": "CONFIG_VETH", "tbf": "CONFIG_NET_SCH_TBF"}
@@ -107,41 +107,6 @@ def set_up_host(namespace: str, rate: int, address: str, prefix: int) -> None:
         route.addr("add", index=_shape(route, INTERFACE, rate), address=address, prefixlen=prefix)
 
 
-def set_link(namespace: str, name: str, up: bool) -> None:
-    """Plugs an interface in, or pulls it out: its peer keeps its addresses and routes."""
-    with _inside(namespace), IPRoute() as route:
-        route.link("set", index=_index(route, name), state="up" if up else "down")
-
-
-def has_carrier(namespace: str, name: str) -> bool:
-    """Returns whether an interface is up, and so is its peer."""
-    with _inside(namespace), IPRoute() as route:
-        state: str = route.get_links(_index(route, name))[0].get_attr("IFLA_OPERSTATE")
-    return state == "UP"
-
-
-def limit_queue(namespace: str, name: str, rate: int, burst: int, limit: int) -> None:
-    """Gives an interface another rate, in bits per second, and a queue of ``limit`` bytes; the rest is dropped."""
-    with _inside(namespace), IPRoute() as route:
-        settings = {"rate": rate // 8, "burst": burst, "limit": limit}
-        route.tc("change", "tbf", _index(route, name), handle=0x10000, **settings)
-
-
-def widen_queue(namespace: str, name: str, rate: int) -> None:
-    """Undoes :func:`limit_queue`."""
-    with _inside(namespace), IPRoute() as route:
-        settings = {"rate": rate // 8, "burst": burst_bytes(rate), "latency": _LATENCY}
-        route.tc("change", "tbf", _index(route, name), handle=0x10000, **settings)
-
-
-def dropped(namespace: str, name: str) -> int:
-    """Returns how many packets the queue of an interface has dropped."""
-    with _inside(namespace), IPRoute() as route:
-        index = _index(route, name)
-        queues = [queue for queue in route.get_qdiscs(index) if queue["index"] == index]
-    return sum(int(queue.get_attr("TCA_STATS")["drop"]) for queue in queues)
-
-
 def burst_bytes(rate: int) -> int:
     """Returns the size of a token bucket in bytes, which may pass at once after a pause.
 
@@ -194,7 +159,7 @@ def _shape(route: IPRoute, name: str, rate: int, **settings: int) -> int:
     """Limits the outgoing rate of an interface to ``rate`` bits per second, sets it up, and returns its index."""
     index = _index(route, name)
     with _supported("tbf"):
-        route.tc("add", "tbf", index, handle=0x10000, rate=rate // 8, burst=burst_bytes(rate), latency=_LATENCY)
+        route.tc("add", "tbf", index, handle=0x10000, rate=rate // 8, burst=burst_bytes(rate), latency=LATENCY)
     route.link("set", index=index, state="up", **settings)
     return index
 

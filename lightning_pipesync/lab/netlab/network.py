@@ -1,19 +1,22 @@
-"""A network of hosts with limited bandwidth, as a context manager."""
+"""A network of hosts with limited bandwidth, as a context manager; and what this machine and this process need for it."""
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from subprocess import Popen
 from types import TracebackType
 
 from lightning_pipesync.core.extras import check_extra
+from lightning_pipesync.lab.netlab import forwarder
 from lightning_pipesync.lab.netlab.faults import check_host
-from lightning_pipesync.lab.netlab.processes import NAMESPACES, deferred_signals, raising_signals
+from lightning_pipesync.lab.netlab.processes import NAMESPACES, deferred_signals, inside, raising_signals
 from lightning_pipesync.lab.netlab.units import Way, parse_rate, parse_way
 
 #: Reserved for benchmarks of networks (RFC 2544), so that no name server or proxy of the machine has such an address.
@@ -21,10 +24,12 @@ _SUBNET = ipaddress.ip_network("198.18.0.0/16")
 #: Maximum number of ports of a bridge, rounded down.
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
-#: Bits per second, and bytes that may pass at once and that may wait, of a link that loses packets.
-_LOSSY = (100_000, 400, 400)
 #: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+#: What runs a command with the capabilities in a user namespace. The named network namespaces are in /run, which is the
+#: machine's: the command gets an empty one.
+IN_USER_NAMESPACE = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+IN_USER_NAMESPACE += ["sh", "-c", 'mount -t tmpfs none /run && exec "$@"', "sh"]
 _serials = itertools.count()
 
 
@@ -90,16 +95,16 @@ class Network:
         self._way = parse_way(delay, jitter, loss)
         self._uplink_way = parse_way(uplink_delay, uplink_jitter, uplink_loss, "uplink_")
         #: The program that forwards all packets; None: the kernel does.
-        self.forwarder: Popen[bytes] | None = None
+        self.forwarder: subprocess.Popen[bytes] | None = None
         self._prefix = ""
         self._exit = ExitStack()
 
     def __enter__(self) -> Network:
         check_requirements()
-        from lightning_pipesync.lab.netlab import forwarding, kernel
+        from lightning_pipesync.lab.netlab import kernel
 
         if self._is_forwarded:
-            forwarding.check_devices()
+            check_devices()
         kernel.remove_leftovers()
         self._prefix = kernel.name_prefix(next(_serials))
         with ExitStack() as undo:
@@ -142,78 +147,13 @@ class Network:
             "NCCL_HOSTID": self.namespace(host),
         }
 
-    def cut(self, host: int) -> None:
-        """Cuts the link of a host."""
-        self._set_link(f"host{host}", up=False)
-
-    def mend(self, host: int) -> None:
-        """Mends the link of a host."""
-        self._set_link(f"host{host}", up=True)
-
-    def is_connected(self, host: int) -> bool:
-        """Returns whether the link of a host is in order."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        namespace, name = self._ends_of(host)[0]
-        return kernel.has_carrier(namespace, name)
-
-    def part(self) -> None:
-        """Cuts the first rack off the others."""
-        self._set_link("up0", up=False)
-
-    def is_parted(self) -> bool:
-        """Returns whether the first rack is cut off."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        return not kernel.has_carrier(self._links_of_kernel, "down0")
-
-    def lose_packets(self, host: int) -> None:
-        """Makes the link of a host so thin, in both directions, and its queues so short that packets are lost."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        for namespace, name in self._ends_of(host):
-            kernel.limit_queue(namespace, name, *_LOSSY)
-
-    def lose_no_packets(self, host: int) -> None:
-        """Undoes :meth:`lose_packets`."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        for (namespace, name), rate in zip(self._ends_of(host), (self.up_rates[host], self.rates[host]), strict=True):
-            kernel.widen_queue(namespace, name, rate)
-
-    def packets_lost(self, host: int) -> int:
-        """Returns how many packets the queues of a host's link have dropped, in both directions."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        return sum(kernel.dropped(namespace, name) for namespace, name in self._ends_of(host))
-
     @property
     def _switch(self) -> str:
         return f"{self._prefix}switch"
 
     @property
-    def _links_of_kernel(self) -> str:
-        """The namespace of the switches; RuntimeError if there are none."""
-        if self._is_forwarded:
-            raise RuntimeError(
-                "A network with delays, jitter or loss has no switch: its links cannot be cut, and their queues not "
-                "be limited. Leave out the delays."
-            )
-        return self._switch
-
-    @property
     def _is_forwarded(self) -> bool:
         return any(way != Way() for way in (self._way, self._uplink_way))
-
-    def _ends_of(self, host: int) -> list[tuple[str, str]]:
-        from lightning_pipesync.lab.netlab.kernel import INTERFACE
-
-        return [(self.namespace(host), INTERFACE), (self._links_of_kernel, f"host{host}")]
-
-    def _set_link(self, name: str, up: bool) -> None:
-        from lightning_pipesync.lab.netlab import kernel
-
-        kernel.set_link(self._links_of_kernel, name, up)
 
     def _create(self) -> None:
         from lightning_pipesync.lab.netlab import kernel
@@ -231,7 +171,8 @@ class Network:
             kernel.set_up_host(self.namespace(host), self.up_rates[host], self.address(host), _SUBNET.prefixlen)
 
     def _start_forwarder(self, racks: Sequence[int]) -> None:
-        from lightning_pipesync.lab.netlab import forwarding, kernel
+        """Starts the program, and waits until all hosts have an interface; RuntimeError if the kernel refuses one."""
+        from lightning_pipesync.lab.netlab import kernel
 
         settings = {
             "interface": kernel.INTERFACE,
@@ -246,7 +187,18 @@ class Network:
             "way": self._way,
             "uplink_way": self._uplink_way,
         }
-        self.forwarder = forwarding.start(self._switch, settings)
+        # It dies with this process; Ctrl-C interrupts this process only, which ends it.
+        words = inside(self._switch, [sys.executable, "-I", "-S", forwarder.__file__])
+        self.forwarder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self.forwarder.stdin is not None
+        assert self.forwarder.stdout is not None
+        with self.forwarder.stdin as pipe, self.forwarder.stdout as output:
+            pipe.write(json.dumps(settings).encode())
+            pipe.close()
+            said = output.readline().decode().strip()
+        if said != forwarder.READY:
+            self.forwarder.kill()
+            raise RuntimeError(f"The forwarder of packets does not start: {said or 'it says nothing'}.")
 
     def _remove(self) -> None:
         from lightning_pipesync.lab.netlab import kernel
@@ -281,3 +233,35 @@ def missing_capabilities() -> list[str]:
     status = Path("/proc/self/status").read_text()
     effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
     return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
+
+
+def check_devices() -> None:
+    """Raises RuntimeError, which names what is missing, if no TUN device can be made here."""
+    try:
+        os.close(os.open(forwarder.DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise RuntimeError(
+            f"Delays, jitter and loss need TUN devices (CONFIG_TUN), and this process cannot open {forwarder.DEVICE}: "
+            f"{error.strerror}. A container needs --device {forwarder.DEVICE}."
+        ) from error
+
+
+def enter_user_namespace(command: Sequence[str] | None = None) -> None:
+    """Replaces this process by one that has the capabilities for a network of hosts, if it lacks them.
+
+    Returns, with nothing changed, if this process has them, or may not create a user namespace: then
+    :class:`~lightning_pipesync.lab.netlab.Network` says what is missing.
+
+    Args:
+        command: what the new process runs; by default what this process was started with.
+    """
+    if not sys.platform.startswith("linux") or not missing_capabilities():
+        return
+    try:
+        allowed = subprocess.run([*IN_USER_NAMESPACE, "true"], capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):  # There is no such program.
+        return
+    if allowed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvp(IN_USER_NAMESPACE[0], [*IN_USER_NAMESPACE, *(command or [sys.executable, *sys.orig_argv[1:]])])

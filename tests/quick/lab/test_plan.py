@@ -17,7 +17,7 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.step import predict_ddp
-from lightning_pipesync.lab.netlab import user_namespace
+from lightning_pipesync.lab.netlab import network
 from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result, read_plan
@@ -348,7 +348,7 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
         assert "srun --ntasks-per-node=1 torchrun" in said
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(user_namespace, "enter_user_namespace", lambda: pytest.fail("it has no way to the others"))
+    monkeypatch.setattr(network, "enter_user_namespace", lambda: pytest.fail("it has no way to the others"))
     monkeypatch.setattr("sys.argv", ["pipesync", *words, "--rate", "1gbit"])
     assert main() == 2
     said = " ".join(capsys.readouterr().err.split())
