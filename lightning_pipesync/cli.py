@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pkgutil import resolve_name
 from typing import Any
 
@@ -202,6 +202,8 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
     elif "--" in words:
         cut = words.index("--")
         options, command = words[:cut], words[cut + 1 :]
+    if options[:1] == ["netlab"]:
+        _check_dashes(options)
     if options[:1] == ["plan"]:
         options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
         followed = zip(options, [*options, ""][1:], strict=False)
@@ -212,6 +214,14 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
         options = with_lists(options, components["bench"][options[1]])
     options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]
     return options if command is None else [*options, "--command", json.dumps(command)]
+
+
+def _check_dashes(options: list[str]) -> None:
+    """Raises ValueError if there is a word that is neither an option nor its value: the begin of the user's command."""
+    for number, (before, word) in enumerate(pairwise(options), 1):
+        if not word.startswith("-") and (not before.startswith("-") or "=" in before):
+            command = " ".join(options[number:])
+            raise ValueError(f"{word!r} is no option: write the command after two dashes, as in -- {command}")
 
 
 def with_lists(options: list[str], component: Any) -> list[str]:

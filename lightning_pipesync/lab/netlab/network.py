@@ -1,4 +1,4 @@
-"""A network of hosts with limited bandwidth, as a context manager; and what this machine and this process need for it."""
+"""A network of hosts with limited bandwidth, as a context manager; and what it needs of this machine."""
 
 from __future__ import annotations
 

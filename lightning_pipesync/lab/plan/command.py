@@ -90,6 +90,8 @@ class Plan(PlanSettings, LinkOptions):
             )
         self._check_algorithm(is_measured=True)
         settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
+        if not launched():  # ranks of a launcher build it first, and tell each other
+            settings.check_model()
         num_measurements = 2 + (self.rounds + 1) * (2 + 2 * PROVEN) * (self.rounds > 0)
         all_hosts = benchmark.make_hosts([self.hosts or 2], self)
         if benchmark.on_first_rank():

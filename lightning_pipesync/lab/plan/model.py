@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from pkgutil import resolve_name
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.core.dtensors import is_sharded
+from lightning_pipesync.core.names import did_you_mean
 from lightning_pipesync.lab.bench.candidates import sharded
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, model_names
 
@@ -62,6 +66,11 @@ class PlanSettings:
         if self.device == "cuda" and self.model.startswith("emulated-"):
             raise ValueError(f"The layers of {self.model} sleep, and use no GPU: set device='cpu'.")
 
+    def check_model(self) -> None:
+        """Raises ValueError, with a name that is meant, if the module or the function cannot be imported."""
+        if self.model not in model_names():
+            _function_of(self.model)
+
     def build(self, mesh: DeviceMesh | None = None) -> BenchModel:
         """Returns the model, which FSDP2 has sharded along ``mesh`` if that is given.
 
@@ -89,15 +98,26 @@ class PlanSettings:
         return _users_own(self.model)
 
 
+def _function_of(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[..., Any] = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            hint = did_you_mean(module, (one.name for one in iter_modules([os.getcwd()])))
+        elif isinstance(error, AttributeError) and module in sys.modules:
+            hint = did_you_mean(function, vars(sys.modules[module]))
+        raise ValueError(f"model={name!r}: {type(error).__name__}: {error}.{hint} Give MODULE:FUNCTION.") from error
+    return found
+
+
 def _users_own(name: str, *arguments: Any) -> BenchModel:
     """Returns what the user's function makes, of a module in the present folder or of an installed one."""
-    try:
-        function = resolve_name(name)
-        if arguments and not signature(function).parameters:
-            raise ValueError("it takes no mesh, along which to shard the module")
-        made = function(*arguments)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model={name!r}: {type(error).__name__}: {error}. Give MODULE:FUNCTION.") from error
+    function = _function_of(name)
+    if arguments and not signature(function).parameters:
+        raise ValueError(f"model={name!r}: it takes no mesh, along which to shard the module.")
+    made = function(*arguments)
     match made:
         case (nn.Module() as module, batch, loss) if callable(loss):
             return BenchModel(name, module, [], lambda rank: batch, loss)

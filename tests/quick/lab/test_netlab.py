@@ -105,7 +105,16 @@ def test_what_users_write_has_units() -> None:
         ("--hosts 2 --kill 1@soon -- true", "'soon' is not a duration"),
         ("--hosts 2 --freeze one@1s -- true", "freeze: 'one@1s' names no host"),
         ("--hosts 2 --timeout 0s -- true", "timeout_s must be positive"),
-        ("--hosts 2 --", "There is no command"),
+        (
+            "--hosts 2 --",
+            "There is no command for the hosts to run: write it after two dashes, as in -- python train.py",
+        ),
+        ("--hosts 2", "write it after two dashes"),
+        (
+            "--hosts 2 python -u train.py",
+            "'python' is no option: write the command after two dashes, as in -- python -u",
+        ),
+        ("--hosts=2 train.py --epochs 3", "'train.py' is no option: write the command after two dashes"),
         ("--hosts 2 --delay 40", "delay: '40' is not a delay"),
         ("--hosts 2 --delay=-1ms", "delay: '-1ms' is not a delay"),
         ("--hosts 2 --delay 4ms --jitter 40ms", "jitter='40ms' is more than delay='4ms'"),
