@@ -21,6 +21,9 @@ from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, lab_of,
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.training.registry import METHODS
 
+#: The name of what methods between replicas in shards are compared with.
+HSDP = "FSDP2 on both (HSDP)"
+
 
 class Wrapped(Trainable):
     """A module that communicates in its backward pass, or not at all, and an optimizer: DDP, FSDP2, ZeRO."""
@@ -85,6 +88,11 @@ def sharded(model: BenchModel, mesh: DeviceMesh, reshard: bool = False) -> Bench
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
     return model
+
+
+def hsdp(model: BenchModel) -> Wrapped:
+    """A model that FSDP2 has sharded along both dimensions: what methods between replicas are compared with."""
+    return Wrapped(HSDP, model, model.module, "baseline")
 
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.lab.bench.candidates import sharded
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.replicas import device_mesh
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,21 @@ class Replicas:
 
 #: Each rank has a whole model.
 EACH_RANK = Replicas()
+
+
+def device_mesh(ranks_per_replica: int, device: str = "cpu") -> DeviceMesh:
+    """Returns the mesh of all ranks, replicas of neighboring ones, with ``replicas`` and ``shards``; a collective call.
+
+    Raises:
+        ValueError: the ranks do not form two or more replicas.
+    """
+    replicas, rest = divmod(dist.get_world_size(), ranks_per_replica)
+    if rest or replicas < 2:
+        raise ValueError(
+            f"ranks_per_replica={ranks_per_replica} does not divide {dist.get_world_size()} ranks into two or more "
+            "replicas: start a rank for each device with torchrun."
+        )
+    return init_device_mesh(device, (replicas, ranks_per_replica), mesh_dim_names=("replicas", "shards"))
 
 
 def bytes_by_group(module: nn.Module) -> list[int]:

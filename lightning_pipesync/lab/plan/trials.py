@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lightning_pipesync.core.torch_private import has_memory, is_dtensor, store_of
 from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.candidates import ddp
+from lightning_pipesync.lab.bench.candidates import ddp, hsdp
 from lightning_pipesync.lab.bench.method_candidate import lab_of, make_candidate
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.replicas import hsdp
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import is_baseline
