@@ -25,8 +25,8 @@ from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
-from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.candidates import Wrapped, makers
+from lightning_pipesync.lab.bench.candidate import Candidate, Wrapped
+from lightning_pipesync.lab.bench.candidates import makers
 from lightning_pipesync.lab.bench.models import EMULATED
 from lightning_pipesync.lab.bench.pictures import OF_PARTS, draw_span, picture
 from lightning_pipesync.lab.bench.step import StepBenchmark

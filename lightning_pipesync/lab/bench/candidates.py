@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,52 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
-from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.parameters import device_of
-from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Trainable
-from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, lab_of, method_candidates
+from lightning_pipesync.lab.bench.candidate import (
+    LEARNING_RATE,
+    MOMENTUM,
+    MakeCandidate,
+    Wrapped,
+    lab_of,
+    make_candidate,
+)
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
 from lightning_pipesync.training.registry import METHODS
+
+#: The way out for methods that nobody has registered.
+OWN_METHODS = "For a method of yours: pipesync --import MODULE ..., which names the module that registers it."
+
+#: The name of the step without communication.
+ALONE = "no communication"
 
 #: The name of what methods between replicas in shards are compared with.
 HSDP = "FSDP2 on both (HSDP)"
-
-
-class Wrapped(Trainable):
-    """A module that communicates in its backward pass, or not at all, and an optimizer: DDP, FSDP2, ZeRO."""
-
-    def __init__(
-        self,
-        name: str,
-        model: BenchModel,
-        module: nn.Module,
-        limit: str,
-        optimizer: Optimizer | None = None,
-        lssr: float = 0.0,
-    ) -> None:
-        super().__init__(name, model, module)
-        self.limit, self._lssr = limit, lssr
-        self.optimizer = optimizer or self.optimizer
-        self._num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-        self._num_steps = 0
-
-    def update(self) -> None:
-        if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
-        self.optimizer.step()
-        self._num_steps += 1
-
-    @property
-    def mib_sent(self) -> float:
-        """The least MiB of an all-reduce, those of a ring, of every gradient: DDP does not count."""
-        share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-        return (1 - self._lssr) * share * self._num_bytes * self._num_steps / MIB
-
-    @property
-    def lssr(self) -> float:
-        return self._lssr
 
 
 def ddp_name(bucket_mb: float) -> str:
@@ -66,7 +43,7 @@ def ddp_name(bucket_mb: float) -> str:
 
 def without_communication(model: BenchModel) -> Wrapped:
     """Each rank trains by itself: the time of computation alone, the limit of all methods."""
-    return Wrapped("no communication", model, model.module, "compute", lssr=1.0)
+    return Wrapped(ALONE, model, model.module, "compute")
 
 
 def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
@@ -131,6 +108,28 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any)
         else:
             makers += method_candidates(method, bucket_mb, known=ALTERNATIVES, **arguments)
     return makers
+
+
+def method_candidates(
+    text: str, bucket_mb: Sequence[float], known: Iterable[str] = (), **arguments: Any
+) -> list[MakeCandidate]:
+    """Returns factories of the candidates that the method ``NAME`` or ``NAME:SETTING=VALUE,...`` declares.
+
+    ``known`` is what else can be compared, for the message of the ValueError for an unknown name; ``arguments`` are
+    further ones of the method.
+    """
+    name, preset, chosen = split_method(text)
+    if name not in METHODS:
+        raise unknown_method(name, [*METHODS, *known], f" {OWN_METHODS}")
+    entry = lab_of(name)
+    shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
+    label = f"{entry.label} ({', '.join(shown)})" if shown else entry.label
+    settings = {**preset, **parse_settings(text, METHODS[name].config_type)}
+    try:
+        declared = entry.bench_candidates(label, settings, bucket_mb)
+    except TypeError as error:
+        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+    return [make_candidate(name, one, **arguments) for one in declared]
 
 
 def in_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:

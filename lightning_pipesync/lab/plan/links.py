@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.candidate import lab_of
 from lightning_pipesync.lab.bench.job_sockets import JobSockets
-from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.training.registry import METHODS
 

@@ -24,7 +24,7 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.method_candidate import lab_of
+from lightning_pipesync.lab.bench.candidate import lab_of
 from lightning_pipesync.lab.bench.preflight import facts_of_this_host, findings
 from lightning_pipesync.lab.plan.costs import (
     Waitable,

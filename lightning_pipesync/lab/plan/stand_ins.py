@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from statistics import median
 
 from torch import nn
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import DEFAULT_MB, Work
-from lightning_pipesync.lab.bench.candidate import Candidate
+from lightning_pipesync.lab.bench.candidate import Candidate, lab_of, time_candidates
 from lightning_pipesync.lab.bench.candidates import without_communication
-from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.bench.models import stand_in
-from lightning_pipesync.lab.bench.round_robin import time_round_robin
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.trials import candidate_of, gathered
@@ -65,24 +62,12 @@ def _measure(
             candidates[name] = candidate_of(Prediction(name, declared.settings), model, replicas)
         except ValueError:  # on all ranks: too few layers for a pipeline, or a method that takes no shards
             continue
+        candidates[name].name = name
         candidates[name].prepare()
-
-    def run(name: str) -> None:
-        for _ in range(STEPS):
-            candidates[name].step()
-
-    timed = time_round_robin(
-        {name: partial(run, name) for name in candidates},
-        ROUNDS,
-        before=lambda name: candidates[name].begin(),
-        after=lambda name: candidates[name].drain(),
-    )
-    for candidate in candidates.values():
-        candidate.close()
+    timed = time_candidates(candidates.values(), STEPS, ROUNDS, whole_periods=False)
     without = timed.pop(alone.name).seconds
     return {
-        name: [(took - other) / STEPS for took, other in zip(one.seconds, without, strict=True)]
-        for name, one in timed.items()
+        name: [took - other for took, other in zip(one.seconds, without, strict=True)] for name, one in timed.items()
     }
 
 

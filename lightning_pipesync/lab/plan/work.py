@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.dtensors import ShardedOptimizers, is_sharded, local_of
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.core.work import MethodWork, Work
+from lightning_pipesync.lab.bench.candidate import inputs_of, lab_of
 from lightning_pipesync.lab.bench.candidates import without_communication
-from lightning_pipesync.lab.bench.method_candidate import inputs_of, lab_of
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.profile import profile_step
 from lightning_pipesync.lab.plan.replicas import bytes_by_group

@@ -20,9 +20,8 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench import job_sockets
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.candidate import Candidate
+from lightning_pipesync.lab.bench.candidate import Candidate, MethodCandidate
 from lightning_pipesync.lab.bench.job_sockets import JobSockets
-from lightning_pipesync.lab.bench.method_candidate import MethodCandidate
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.plan import stand_ins, trials

@@ -14,7 +14,7 @@ import pytorch_lightning
 
 from benchmarks.converge import config_of
 from lightning_pipesync import LocalSGD, PipeSyncPlugin, register_method
-from lightning_pipesync.lab.bench.method_candidate import method_candidates
+from lightning_pipesync.lab.bench.candidates import method_candidates
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.presets import PRESETS
 from lightning_pipesync.training.registry import METHODS, make_config
