@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_pipesync.lab.bench.job import Hosts, launched, run_job
+from lightning_pipesync.lab.bench.job import Hosts, Measure, launched, run_job
 from lightning_pipesync.lab.bench.tables import check_folder, environment, show, write_results
-from lightning_pipesync.lab.bench.worker import Measure
 from lightning_pipesync.lab.netlab.options import LinkOptions
 
 #: Called with a description after each part of a benchmark.

@@ -1,9 +1,15 @@
-"""Runs a benchmark on the ranks of a launcher, the hosts of an emulated network, or processes on this machine."""
+"""Runs a benchmark on the ranks of a launcher, the hosts of an emulated network, or processes on this machine.
+
+``python -m lightning_pipesync.lab.bench.job MEASUREMENT RESULT`` is one rank of it. The file MEASUREMENT has, pickled,
+a function that measures, its settings, and the user's methods. Rank 0 writes its result as JSON to the file RESULT, and
+its progress in lines that start with PROGRESS.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -12,22 +18,38 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch.distributed import TCPStore
+import torch
+import torch.distributed as dist
 
 from lightning_pipesync.lab import netlab
-from lightning_pipesync.lab.bench.worker import PROGRESS, Measure, run_rank, words_for
+from lightning_pipesync.lab.bench.preflight import exchange_facts
 from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.netlab.processes import raising_signals
+from lightning_pipesync.training.registry import METHODS
 
 #: The number of lines of output that an error message quotes.
 QUOTED = 20
 
 #: Seconds in which the other ranks end, by themselves or by an error that names the rank that has failed.
 GRACE_S = 150.0
+
+
+#: The prefix of a line of progress on standard output.
+PROGRESS = "@progress "
+
+#: How long a rank waits for the others to start.
+TIMEOUT = timedelta(minutes=5)
+
+#: Measures on one rank, within an initialized default process group: called with its settings, a dataclass, and with a
+#: function to call with a description after each part.
+Measure = Callable[[Any, Callable[[str], object]], dict[str, Any]]
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -66,8 +88,10 @@ def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[s
         return run_rank(measure, settings, progress)
     with TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
-        worker = [sys.executable, "-m", "lightning_pipesync.lab.bench.worker"]
-        command = [*worker, *words_for(measure, settings), str(result)]
+        of_user = [one for one in METHODS.values() if one.__module__.partition(".")[0] not in (_PACKAGE, "__main__")]
+        measurement = Path(directory) / "measurement"
+        measurement.write_bytes(pickle.dumps((measure, settings, of_user)))
+        command = [sys.executable, "-m", f"{_PACKAGE}.lab.bench.job", str(measurement), str(result)]
         last: deque[str] = deque(maxlen=QUOTED)
 
         def on_line(rank: int, line: str) -> None:
@@ -93,7 +117,7 @@ def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], 
     When one has ended, the others are killed after :data:`GRACE_S`. The store is in this process, as under torchrun: a
     port that is only reserved for rank 0's store may be taken before, even by a rank that connects to itself there.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_ranks)}
     shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks = [
@@ -130,3 +154,35 @@ def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], 
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object]) -> dict[str, Any] | None:
+    """Runs a benchmark as the rank of the environment; returns the result on rank 0."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    exchange_facts(store, rank, world_size)
+    cuda, backend = getattr(settings, "device", "cpu") == "cuda", getattr(settings, "backend", "nccl")
+    if cuda:
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus and (backend == "nccl" or not num_gpus):
+            raise ValueError(f"Rank {rank} is for GPU {local_rank} of its host, which has {num_gpus}.")
+        torch.cuda.set_device(local_rank % num_gpus)
+    backends = f"cpu:gloo,cuda:{backend}" if cuda else "gloo"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size)
+    leader = dist.get_rank() == 0
+    measured = measure(settings, progress if leader else lambda text: None)
+    dist.barrier()
+    dist.destroy_process_group()
+    return measured if leader else None
+
+
+def main(measurement: str, result: str) -> None:
+    measure, settings, of_user = pickle.loads(Path(measurement).read_bytes())
+    METHODS.update({method.name: method for method in of_user})
+    torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
+    measured = run_rank(measure, settings, lambda text: print(PROGRESS + text, flush=True))
+    if measured is not None:
+        Path(result).write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

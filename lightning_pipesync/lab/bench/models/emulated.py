@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.profiling import profiled
-from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable
+from lightning_pipesync.lab.bench.models.networks import LayerSpec, ModelTable
 
 #: The shortest sleep; less is carried over, because a sleep takes 0.05 ms or more longer than requested.
 _SHORTEST_SLEEP_S = 0.5e-3
@@ -116,9 +116,9 @@ class EmulatedLayer(nn.Module):
         super().__init__()
         self.share = share
         self.compute = compute
-        for tensor in spec.tensors:
-            shape = tensor.shape if scale == 1 else (max(1, round(scale * tensor.numel)),)
-            self.register_parameter(tensor.name, nn.Parameter(torch.ones(shape)))
+        for name, true_shape in spec.tensors.items():
+            shape = true_shape if scale == 1 else (max(1, round(scale * math.prod(true_shape))),)
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
         self._gradients: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:

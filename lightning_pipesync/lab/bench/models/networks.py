@@ -1,17 +1,84 @@
-"""Tables of networks in DeAR Table I, and of AlexNet, in the order of torchvision and transformers.
+"""Tables of networks in DeAR Table I, and of AlexNet: their tensors and the work of their layers, for emulation.
 
-Classifiers of images of 3 x 224 x 224 in 1000 classes; BERT in pre-training, on sentences of 64 tokens (Section VI-A).
+Layers are in the order of torchvision and transformers. Classifiers are of images of 3 x 224 x 224 in 1000 classes.
+BERT is in pre-training, on sentences of 64 tokens (Section VI-A).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-
-from lightning_pipesync.lab.bench.models.table import ModelTable
 
 _NUM_CLASSES = 1000
 _VOCABULARY, _POSITIONS, _TOKENS = 30522, 512, 64
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A learnable layer, as DeAR Table I counts them: a module that holds parameters itself.
+
+    ``block`` is the part of the network that a user would wrap as one unit: a residual block, an encoder layer. Its
+    layers follow each other. ``forward_flops`` is an estimate for the forward pass of one sample: twice the weights
+    times the output positions (convolution) or tokens (linear layer); two for each output value of a norm and one for
+    each of an embedding. What has no parameters (pooling, activations, the product of queries and keys) does not count.
+    ``tensors`` are the shapes of its parameters by name, without dots.
+    """
+
+    name: str
+    block: str
+    tensors: Mapping[str, tuple[int, ...]]
+    forward_flops: int
+
+
+class ModelTable:
+    """All layers of a network, in the order of registration, which is nearly that of execution.
+
+    The next layers belong to ``block``: their names begin with it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.block = name, ""
+        self.layers: list[LayerSpec] = []
+
+    @property
+    def num_tensors(self) -> int:
+        """DeAR Table I, "# Tensors"."""
+        return sum(len(layer.tensors) for layer in self.layers)
+
+    @property
+    def numel(self) -> int:
+        """The number of values in all tensors (DeAR Table I, "# Param.")."""
+        return sum(math.prod(shape) for layer in self.layers for shape in layer.tensors.values())
+
+    @property
+    def forward_flops(self) -> int:
+        return sum(layer.forward_flops for layer in self.layers)
+
+    def add(self, name: str, forward_flops: int, **shapes: tuple[int, ...]) -> None:
+        """Adds a layer with a tensor for each of ``shapes``; ``name`` is its name in its block, may be empty."""
+        full_name = ".".join(part for part in (self.block, name) if part)
+        self.layers.append(LayerSpec(full_name, self.block, shapes, forward_flops))
+
+    def conv(
+        self, name: str, inputs: int, outputs: int, kernel: tuple[int, int], size: int, *, bias: bool = False
+    ) -> None:
+        """Adds a convolution from ``inputs`` to ``outputs`` channels; its output is ``size x size``."""
+        weight = (outputs, inputs, *kernel)
+        self.add(name, 2 * math.prod(weight) * size**2, weight=weight, **({"bias": (outputs,)} if bias else {}))
+
+    def norm(self, name: str, channels: int, positions: int) -> None:
+        """Adds a batch or layer norm of ``channels`` values at each of ``positions`` pixels or tokens."""
+        self.add(name, 2 * channels * positions, weight=(channels,), bias=(channels,))
+
+    def linear(self, name: str, inputs: int, outputs: int, positions: int = 1) -> None:
+        """Adds a linear layer with bias, applied to ``positions`` tokens."""
+        self.add(name, 2 * outputs * inputs * positions, weight=(outputs, inputs), bias=(outputs,))
+
+    def embedding(self, name: str, entries: int, hidden: int, tokens: int) -> None:
+        """Adds a table of ``entries`` vectors of ``hidden`` values, of which ``tokens`` are looked up."""
+        self.add(name, hidden * tokens, weight=(entries, hidden))
 
 
 def alexnet() -> ModelTable:
