@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import command
+from benchmarks.intervals import interval_of
 from benchmarks.pipelines.vectorized import Elastic
 from benchmarks.theory.elastic_averaging import error_bound, largest_rate, mixing_matrix, zeta
 from benchmarks.theory.points import points_of
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
-from lightning_pipesync.lab.bench.tables import environment, interval_of, table
+from lightning_pipesync.lab.bench.tables import environment, table
 
 #: The number of points of a curve, evenly on a logarithmic scale.
 NUM_POINTS = 13

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import command
+from benchmarks.intervals import interval_of, with_interval
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
-from lightning_pipesync.lab.bench.tables import environment, interval_of, table, with_interval
+from lightning_pipesync.lab.bench.tables import environment, table
 from lightning_pipesync.methods.replicas.neighbors import Neighbors, contraction, mixing_matrix, neighborhood
 
 KINDS: dict[Neighbors, str] = {"ring": "ring", "random_pairs": "random pairs"}

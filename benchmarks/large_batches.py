@@ -19,11 +19,12 @@ from torch import Tensor
 import benchmarks.tasks.mnist1d
 import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
+from benchmarks.intervals import interval_of, with_interval
 from benchmarks.tasks import Task, build_task
 from lightning_pipesync import LinearScalingLR
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import COLOURS, MARKERS, picture
-from lightning_pipesync.lab.bench.tables import environment, interval_of, table, with_interval
+from lightning_pipesync.lab.bench.tables import environment, table
 
 #: What is done to the learning rate of a mini-batch that is k times as large: whether it is scaled, and warms up.
 RULES = {"unchanged": (False, False), "linear scaling": (True, False), "linear scaling, warm-up": (True, True)}

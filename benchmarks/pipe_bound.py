@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import command
+from benchmarks.intervals import interval_of
 from benchmarks.theory.convex import PROBLEMS, LinearModel
 from benchmarks.theory.pipe_cost import convergence_bound, first_step_size, strongly_convex_bound
 from benchmarks.theory.points import points_of
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, progress_bar
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
-from lightning_pipesync.lab.bench.tables import environment, interval_of, table
+from lightning_pipesync.lab.bench.tables import environment, table
 from lightning_pipesync.methods.pipe_sgd.algorithm import Pipeline
 
 #: The number of points of a curve, evenly on a logarithmic scale.

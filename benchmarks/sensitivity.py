@@ -15,9 +15,10 @@ import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
 from benchmarks.gradients.densities import check_layer
 from benchmarks.gradients.training import train
+from benchmarks.intervals import mean_of
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_and_line, picture
-from lightning_pipesync.lab.bench.tables import environment, mean_of, table
+from lightning_pipesync.lab.bench.tables import environment, table
 
 Run = dict[str, Any]
 Point = dict[str, float]

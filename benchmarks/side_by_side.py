@@ -15,12 +15,13 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks import command
+from benchmarks.intervals import interval_of, with_interval
 from benchmarks.pipelines.training import MODELS, Data, error_of, reductions
 from benchmarks.stages import parse_candidate
 from benchmarks.tasks import Task, build_task
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.tables import interval_of, table, with_interval
+from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import benchmarks.baselines
 import benchmarks.baselines.networks  # noqa: F401 - both add to what can be compared
 from benchmarks import command
+from benchmarks.parts import OF_PARTS
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import step
-from lightning_pipesync.lab.bench.pictures import OF_PARTS, looks_of, picture
+from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.step_report import rows_of
 
 

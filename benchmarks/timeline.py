@@ -20,6 +20,7 @@ from torch.futures import Future
 import benchmarks.baselines
 import benchmarks.baselines.networks  # noqa: F401 - both add to what can be drawn
 from benchmarks import command
+from benchmarks.parts import OF_PARTS, draw_span
 from lightning_pipesync.core.comm.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
@@ -28,7 +29,7 @@ from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidate import Candidate, Wrapped
 from lightning_pipesync.lab.bench.candidates import makers
 from lightning_pipesync.lab.bench.models import EMULATED
-from lightning_pipesync.lab.bench.pictures import OF_PARTS, draw_span, picture
+from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.step import StepBenchmark
 from lightning_pipesync.lab.bench.tables import table
 

@@ -20,11 +20,12 @@ import benchmarks.tasks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command
 from benchmarks.converge import config_of, points_of, seeded
 from benchmarks.gradients.densities import LAYERS, check_layer, density_of
+from benchmarks.intervals import mean_of
 from benchmarks.tasks import Task, build_task
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
-from lightning_pipesync.lab.bench.tables import mean_of, table
+from lightning_pipesync.lab.bench.tables import table
 
 _SELSYNC = "selsync:delta=0.25,smoothing=0.16"
 

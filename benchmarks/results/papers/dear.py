@@ -8,13 +8,14 @@ from math import inf
 from statistics import fmean
 
 from benchmarks.bucket_search import GOOD, first_good
+from benchmarks.intervals import number
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import collectives, cost_of, drawn_by, reported, runs_of, span, step_row
 from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.collectives import median_of, name_of
 from lightning_pipesync.lab.bench.step_report import rows_of
-from lightning_pipesync.lab.bench.tables import number, table
+from lightning_pipesync.lab.bench.tables import table
 
 #: The networks of Table I and AlexNet, each scaled to some 4 MiB of gradients.
 MODELS = {

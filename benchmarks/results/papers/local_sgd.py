@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.converge_report import by_method, rows_of, step_seconds
+from benchmarks.intervals import number
 from benchmarks.results.exhibit import Exhibit, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import drawn_by, reported, training_row, training_table
-from lightning_pipesync.lab.bench.tables import number, table
+from lightning_pipesync.lab.bench.tables import table
 
 _OUTER = "outer_optimizer=nesterov,outer_lr=1.0,outer_momentum"
 _STREAMED = "compression=int4,fragments=4,overlap_steps=2"

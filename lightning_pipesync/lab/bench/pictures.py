@@ -22,16 +22,6 @@ LINES = ("-", "--", ":", "-.", (0, (7, 3)), (0, (6, 2, 1, 2, 1, 2)))
 #: What other methods are compared with, on several ranks and on one.
 REFERENCES = ("ddp", "sgd")
 
-#: What a step is made of.
-OF_PARTS = {
-    "forward": COLOURS[3],
-    "backward": COLOURS[1],
-    "reduce-scatter": COLOURS[2],
-    "all-gather": COLOURS[5],
-    "all-reduce": COLOURS[4],
-    "update": COLOURS[6],
-    "exposed communication": COLOURS[2],
-}
 _LEGENDS = {"below": "outside lower center", "above": "outside upper right"}
 
 
@@ -124,9 +114,3 @@ def picture(
         where: Any = {"loc": _LEGENDS[legend], "ncols": legend_columns}
         figure.legend(handles.values(), handles.keys(), fontsize="small", **where)
     figure.savefig(path, dpi=150)
-
-
-def draw_span(panel: Any, row: float, start: float, end: float, kind: str, number: int) -> None:
-    """Draws a part of a step as a bar of a timeline, those with successive numbers in alternating shades."""
-    alpha = 0.95 if number % 2 else 0.6
-    panel.barh(row, end - start, left=start, height=0.8, color=OF_PARTS[kind], alpha=alpha)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -50,109 +50,86 @@ def sizes_for(num_bytes: int, bandwidth: float) -> list[int]:
     return [4 * round(largest / FACTOR**i / 4) for i in reversed(range(NUM_SIZES))]
 
 
-def measure_in_a_row(
-    start: Callable[[Tensor], Waitable],
-    sizes: Sequence[int],
-    device: torch.device | str,
-    halves: int,
-    replicas: Replicas = EACH_RANK,
-) -> MeasuredCost:
-    """Measures several operations in a row, as they occur in a step; a collective call.
+@dataclass(frozen=True)
+class Costs:
+    """Measures the costs of operations on flat fp32 buffers of these ``sizes`` in bytes; each is a collective call."""
 
-    ``start`` starts the operation of a flat fp32 buffer; an all-reduce has 2 ``halves``. The first operation is not
-    counted: all ranks begin together, and a network that lets bursts pass has none left.
-    """
-    clock = Clock(torch.device(device))
-    points = []
-    for size in [*sizes] * ROUNDS:
-        number = min(MOST, max(LEAST, max(sizes) // size))
-        flats = [torch.zeros(size // 4, device=device) for _ in range(number)]
-        dist.barrier()
-        start(flats[0]).wait()
-        begin = clock.now()
-        for operation in [start(flat) for flat in flats]:
-            operation.wait()
-        points.append((size, clock.seconds_between(begin, clock.now()) / number))
-    num_bytes, seconds = zip(*points, strict=True)
-    return MeasuredCost.measured(num_bytes, seconds, replicas.number, halves)
+    sizes: Sequence[int]
+    device: torch.device
+    replicas: Replicas = EACH_RANK
 
+    def in_a_row(self, start: Callable[[Tensor], Waitable], halves: int) -> MeasuredCost:
+        """Measures several operations in a row, as they occur in a step.
 
-def measure_backend(sizes: Sequence[int], device: torch.device | str, replicas: Replicas = EACH_RANK) -> BackendCost:
-    """Measures the backend's all-reduce, which DDP and FSDP2 use; a collective call."""
-    all_reduce = partial(dist.all_reduce, group=replicas.group, async_op=True)
-    cost = measure_in_a_row(all_reduce, sizes, device, halves=2, replicas=replicas)
-    return BackendCost(**asdict(cost), ring_up_to=GLOO_RING_UP_TO if torch.device(device).type == "cpu" else 0)
+        ``start`` starts the operation of a buffer; an all-reduce has 2 ``halves``. The first operation is not counted:
+        all ranks begin together, and a network that lets bursts pass has none left.
+        """
+        clock = Clock(self.device)
+        points = []
+        for size in [*self.sizes] * ROUNDS:
+            number = min(MOST, max(LEAST, max(self.sizes) // size))
+            flats = [torch.zeros(size // 4, device=self.device) for _ in range(number)]
+            dist.barrier()
+            start(flats[0]).wait()
+            begin = clock.now()
+            for operation in [start(flat) for flat in flats]:
+                operation.wait()
+            points.append((size, clock.seconds_between(begin, clock.now()) / number))
+        return self._cost(points, halves)
 
+    def of_backend(self) -> BackendCost:
+        """Measures the backend's all-reduce, which DDP and FSDP2 use."""
+        cost = self.in_a_row(partial(dist.all_reduce, group=self.replicas.group, async_op=True), halves=2)
+        return BackendCost(**asdict(cost), ring_up_to=GLOO_RING_UP_TO if self.device.type == "cpu" else 0)
 
-def measure_one_by_one(
-    all_reduce: Callable[[Tensor], Waitable],
-    sizes: Sequence[int],
-    device: torch.device | str,
-    replicas: Replicas = EACH_RANK,
-) -> MeasuredCost:
-    """Measures all-reduces each of which begins when the one before has ended, as for whole gradients or weights."""
-    clock = Clock(torch.device(device))
-    points = []
-    for size in sizes:
-        flat = torch.zeros(size // 4, device=device)
-        moments = []
-        for _ in range(ROUNDS + 2):
-            all_reduce(flat).wait()
-            moments.append(clock.now())
-        points += [(size, clock.seconds_between(*pair)) for pair in pairwise(moments[1:])]
-    num_bytes, seconds = zip(*points, strict=True)
-    return MeasuredCost.measured(num_bytes, seconds, replicas.number, halves=2)
+    def one_by_one(self, all_reduce: Callable[[Tensor], Waitable]) -> MeasuredCost:
+        """Measures all-reduces that begin when the one before has ended, as for whole gradients or weights."""
+        clock = Clock(self.device)
+        points = []
+        for size in self.sizes:
+            flat = torch.zeros(size // 4, device=self.device)
+            moments = []
+            for _ in range(ROUNDS + 2):
+                all_reduce(flat).wait()
+                moments.append(clock.now())
+            points += [(size, clock.seconds_between(*pair)) for pair in pairwise(moments[1:])]
+        return self._cost(points)
 
+    def of_exchange(self, method: type[Method], exchange: Exchange) -> dict[str, MeasuredCost]:
+        """Measures an exchange that a method has declared, and returns its cost by codec.
 
-def measure_exchange(
-    method: type[Method],
-    exchange: Exchange,
-    sizes: Sequence[int],
-    device: torch.device,
-    replicas: Replicas = EACH_RANK,
-) -> dict[str, MeasuredCost]:
-    """Measures an exchange that a method has declared, and returns its cost by codec; a collective call.
-
-    Raises:
-        ValueError: the method refuses ``replicas`` of several ranks.
-    """
-    costs = {
-        codec: _measure_steps(method, of_codec, sizes, device, replicas)
-        for codec, of_codec in exchange.settings.items()
-    }
-    if exchange.at_once:
-        messages = replicas.number - 1
-        costs = {
+        Raises:
+            ValueError: the method refuses ``replicas`` of several ranks.
+        """
+        costs = {codec: self._of_steps(method, of_codec) for codec, of_codec in exchange.settings.items()}
+        if not exchange.at_once:
+            return costs
+        messages = self.replicas.number - 1
+        return {
             codec: replace(cost, alpha=messages * cost.alpha, alpha_error=messages * cost.alpha_error, ratios=())
             for codec, cost in costs.items()
         }
-    return costs
 
+    def _of_steps(self, method: Callable[..., Any], settings: Mapping[str, Any]) -> MeasuredCost:
+        """Measures steps without those of the optimizer, which count as computation."""
+        points = []
+        arguments = {**self.replicas.arguments, **settings, "timeout_s": TIMEOUT_S}
+        for size in self.sizes[-NUM_SIZES_OF_EXCHANGES:]:
+            zeros = partial(torch.zeros, size // 4, device=self.device)
+            weights, alone = (nn.Parameter(self.replicas.as_shard(zeros())) for _ in range(2))
+            optimizer, sync = sgd([alone]), method(nn.ParameterList([weights]), sgd([weights]), **arguments)
+            for _ in range(ROUNDS):
+                update = _seconds(optimizer.step, alone)
+                dist.barrier()
+                took = _seconds(sync.step, weights)
+                points.append((size, max(0.1 * took, fmean(gathered(took - update))) / STEPS))
+            sync.flush()
+            sync.detach()
+        return self._cost(points)
 
-def _measure_steps(
-    method: Callable[..., Any],
-    settings: Mapping[str, Any],
-    sizes: Sequence[int],
-    device: torch.device,
-    replicas: Replicas,
-) -> MeasuredCost:
-    """Measures steps without those of the optimizer, which count as computation."""
-    points = []
-    for size in sizes[-NUM_SIZES_OF_EXCHANGES:]:
-        weights, alone = (nn.Parameter(replicas.as_shard(torch.zeros(size // 4, device=device))) for _ in range(2))
-        optimizer = sgd([alone])
-        sync = method(
-            nn.ParameterList([weights]), sgd([weights]), timeout_s=TIMEOUT_S, **replicas.arguments, **settings
-        )
-        for _ in range(ROUNDS):
-            update = _seconds(optimizer.step, alone)
-            dist.barrier()
-            took = _seconds(sync.step, weights)
-            points.append((size, max(0.1 * took, fmean(gathered(took - update))) / STEPS))
-        sync.flush()
-        sync.detach()
-    num_bytes, seconds = zip(*points, strict=True)
-    return MeasuredCost.measured(num_bytes, seconds, replicas.number, halves=2)
+    def _cost(self, points: Sequence[tuple[int, float]], halves: int = 2) -> MeasuredCost:
+        num_bytes, seconds = zip(*points, strict=True)
+        return MeasuredCost.measured(num_bytes, seconds, self.replicas.number, halves)
 
 
 def _seconds(step: Callable[[], object], weights: nn.Parameter) -> float:

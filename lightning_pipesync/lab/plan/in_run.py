@@ -16,10 +16,9 @@ from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.profile import StepRecorder
-from lightning_pipesync.lab.bench.tables import write_results
 from lightning_pipesync.lab.plan.measure import plan_for
-from lightning_pipesync.lab.plan.report import as_markdown
-from lightning_pipesync.lab.plan.saved import changes_since, of_result
+from lightning_pipesync.lab.plan.report import write_plan
+from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.work import measured_by_methods
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
             work = Work(recorder.profile(), measured_by_methods(pl_module, trainer.optimizers[0], None))
             result = plan_for(work, pl_module, {"model": type(pl_module).__name__}, lambda _: None)
             if trainer.is_global_zero:
-                self._write(result, Path(self._output or Path(trainer.default_root_dir, "plan")))
+                print(write_plan(Path(self._output or Path(trainer.default_root_dir, "plan")), *of_result(result)))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,13 +103,3 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
                     stacklevel=2,
                 )
             self._recorder = None
-
-    def _write(self, result: dict[str, Any], folder: Path) -> None:
-        from lightning_pipesync.lab.plan.picture import draw  # needs matplotlib
-
-        work, cluster, _ = of_result(result)
-        result["changes"] = changes_since(folder / "plan.json", result)
-        text = as_markdown(work, cluster, result)
-        write_results(folder, "plan", {"kind": "plan", "results": [result]}, text)
-        draw(work, cluster, result, folder / "plan.png")
-        print(f"{text}\nIn {folder}: plan.json, plan.md, plan.png.")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
+from lightning_pipesync.lab.bench.tables import write_results
+from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import (
     baseline_of,
     enough_accumulation,
@@ -50,7 +53,7 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     blocks = [
         paragraph("\n".join(verdict.sentences)),
         paragraph(_what_is_planned(work, cluster, result)),
-        "".join(paragraph(one, bullet=True) for one in (*result["findings"], *result["changes"])),
+        "".join(paragraph(one, bullet=True) for one in result["findings"]),
         *_tables(predictions, work, measured, "extrapolated" if changed else "predicted"),
         paragraph(_enough(work, cluster)),
         paragraph(_assumptions(work, cluster, result, predictions)),
@@ -58,6 +61,14 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
         *to_copy(verdict, bool(measured), cluster.ranks_per_replica),
     ]
     return "\n".join(block for block in blocks if block)
+
+
+def write_plan(folder: Path, work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
+    """Writes ``plan.json``, ``plan.md`` and ``plan.png``; returns the text of the plan, and where they are."""
+    text = as_markdown(work, cluster, result)
+    write_results(folder, "plan", {"kind": "plan", "results": [result]}, text)
+    draw(work, cluster, result, folder / "plan.png")
+    return f"{text}\nIn {folder}: plan.json, plan.md, plan.png."
 
 
 def _what_is_planned(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from lightning_pipesync.lab.bench.job_sockets import JobSockets
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.plan import stand_ins, trials
-from lightning_pipesync.lab.plan.costs import measure_exchange
+from lightning_pipesync.lab.plan.costs import Costs
 from lightning_pipesync.lab.plan.links import measure_links
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import predict
@@ -83,10 +83,10 @@ def layers_of_models() -> tuple[Work, Work]:
 
 
 def costs_of_exchanges() -> dict[str, list[str]]:
-    sizes, cpu, found = [2**12, 2**14, 2**16], torch.device("cpu"), {}
+    measured, found = Costs([2**12, 2**14, 2**16], torch.device("cpu")), {}
     for method in METHODS.values():
         for exchange in method.lab(method).exchanges:
-            costs = measure_exchange(method, exchange, sizes, cpu)
+            costs = measured.of_exchange(method, exchange)
             assert all(cost.all_reduce(2**16, 2) > 0 for cost in costs.values())
             found[exchange.name] = list(costs)
     return found
