@@ -35,12 +35,12 @@ def show(markdown: str) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    console = Console()
+    width = Console().width
     for is_table, lines in groupby(markdown.splitlines(), key=lambda line: line.startswith("|")):
         block = list(lines)
         columns = zip(*(line[2:-2].split(" | ") for line in block), strict=True) if is_table else ()
         needed = 2 + sum(2 + max(map(len, column)) for column in columns)
-        console.print(Markdown("\n".join(block)), width=max(console.width, needed))
+        Console(width=max(width, needed)).print(Markdown("\n".join(block)))
 
 
 def check_folder(folder: Path) -> None:

@@ -11,9 +11,8 @@ from statistics import median
 import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth, receive
 from lightning_pipesync.lab.bench.candidate import lab_of
-from lightning_pipesync.lab.bench.job_sockets import JobSockets
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.training.registry import METHODS
 
@@ -171,11 +170,6 @@ def _transfer(connection: socket.socket, num_bytes: int, sends: bool) -> float:
         connection.sendall(bytes(num_bytes))
         connection.recv(1)
     else:
-        left = num_bytes
-        while left:
-            received = connection.recv(min(left, MIB))
-            if not received:
-                raise RuntimeError("A rank has closed its connection while links were measured.")
-            left -= len(received)
+        receive(connection, bytearray(num_bytes))
         connection.sendall(b"!")
     return time.perf_counter() - start

@@ -32,10 +32,9 @@ from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import is_baseline, predict
 from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.saved import of_result
-from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.lab.plan.trials import Trials, gathered, to_prove
-from lightning_pipesync.lab.plan.work import measure_work, slow_ranks, slowest
+from lightning_pipesync.lab.plan.work import measure_added, measure_work, slow_ranks, slowest, with_refusals
 from lightning_pipesync.training.registry import METHODS
 
 T = TypeVar("T")
