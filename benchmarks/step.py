@@ -14,7 +14,7 @@ from benchmarks.parts import OF_PARTS
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import step
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
-from lightning_pipesync.lab.bench.step_report import rows_of
+from lightning_pipesync.lab.bench.step import rows_of
 
 
 @dataclass(frozen=True, kw_only=True)

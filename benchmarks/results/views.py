@@ -14,10 +14,10 @@ from benchmarks.results.job import Record
 from benchmarks.results.redraw import command_of, redraw
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
-from lightning_pipesync.lab.bench import step_report
+from lightning_pipesync.lab.bench import step as step_report
 from lightning_pipesync.lab.bench.collectives import name_of, time_of
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.step_report import Row as StepRow
+from lightning_pipesync.lab.bench.step import Row as StepRow
 from lightning_pipesync.lab.bench.tables import table
 
 #: A name for a method with its settings, as in ``selsync:delta=0.3,smoothing=0.16``.

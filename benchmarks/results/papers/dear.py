@@ -12,9 +12,9 @@ from benchmarks.intervals import number
 from benchmarks.results.exhibit import Claim, Claims, Exhibit, Finding, Picture, Table
 from benchmarks.results.job import Job, Record
 from benchmarks.results.views import collectives, cost_of, drawn_by, reported, runs_of, span, step_row
-from lightning_pipesync.lab.bench import step_report
+from lightning_pipesync.lab.bench import step as step_report
 from lightning_pipesync.lab.bench.collectives import median_of, name_of
-from lightning_pipesync.lab.bench.step_report import rows_of
+from lightning_pipesync.lab.bench.step import rows_of
 from lightning_pipesync.lab.bench.tables import table
 
 #: The networks of Table I and AlexNet, each scaled to some 4 MiB of gradients.

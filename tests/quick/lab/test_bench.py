@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench import job, step_report
+from lightning_pipesync.lab.bench import job
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
-from lightning_pipesync.lab.bench.step import Step
+from lightning_pipesync.lab.bench.step import COLUMNS, Step, as_markdown, rows_of
 from lightning_pipesync.lab.bench.tables import show, table
 from tests.support.bench_runs import assert_pictures, result_of
 from tests.support.case_table import launch_cases
@@ -42,7 +42,7 @@ def step_result() -> dict[str, Any]:
 
 
 def test_rows_of_the_step_table() -> None:
-    rows = {row.name: row for row in step_report.rows_of(step_result()["runs"][0])}
+    rows = {row.name: row for row in rows_of(step_result()["runs"][0])}
     assert rows["quick"].over_ddp == pytest.approx(0.4 / 0.32), "DDP with its best bucket size"
     assert rows["quick"].of_limit == pytest.approx(0.3 / 0.32)
     assert rows["DDP, 1 MiB"].exposed == pytest.approx(0.2)
@@ -50,7 +50,7 @@ def test_rows_of_the_step_table() -> None:
     assert rows["quick"].prediction_error is None
     assert rows["quick"].scaling_efficiency == pytest.approx(0.95)
     assert rows["no communication"].scaling_efficiency == 1.0
-    text = step_report.as_markdown([step_result()])
+    text = as_markdown([step_result()])
     assert "| DDP, 25 MiB | 400 | 400-400 | 1.00 | 75% | 87% | 76% | 50 | +10% |" in text
 
 
@@ -63,10 +63,10 @@ def test_no_name_and_no_number_of_a_table_is_cut(
     name = "selsync (overlap=forward, compression=int8), synchronized step, 25 MiB"
     seconds = {"seconds": [1.1, 1.234, 1.345], "processor_seconds": [1.234]}
     result["runs"][0]["candidates"].append({**result["runs"][0]["candidates"][-1], "name": name, **seconds})
-    show(step_report.as_markdown([result]))
+    show(as_markdown([result]))
     shown = capsys.readouterr().out
     assert "…" not in shown
-    assert {*name.split(), "1234", "1167-1289", *" ".join(step_report.COLUMNS).split()} <= {*shown.split()}
+    assert {*name.split(), "1234", "1167-1289", *" ".join(COLUMNS).split()} <= {*shown.split()}
     monkeypatch.setenv("COLUMNS", "40")
     cells = [f"method_{number}" for number in range(9)]
     show(table(["", *cells[1:]], [cells]))
