@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -130,14 +130,13 @@ def _advice_for(racks: Sequence[Sequence[int]], num_ranks: int) -> str:
             "What was made for that takes as many ranks of each rack, numbered rack by rack: see docs/topologies.md, "
             "and ranks_per_replica."
         )
-    return f"Made for that, and not run here: {', '.join(_made_for_racks(len(racks[0])))}."
-
-
-def _made_for_racks(ranks_per_rack: int) -> Iterator[str]:
-    """Yields the strategies that were made for racks with thin uplinks."""
-    for name, method in METHODS.items():
-        if settings := lab_of(name).settings_for_racks(ranks_per_rack):
-            yield f"{method.__name__}Strategy({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
+    found = ((method, lab_of(name).settings_for_racks(len(racks[0]))) for name, method in METHODS.items())
+    made = (
+        f"{method.__name__}Strategy({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
+        for method, settings in found
+        if settings
+    )
+    return f"Made for that, and not run here: {', '.join(made)}."
 
 
 def _components(pairs: Sequence[tuple[int, int]], number: int) -> list[list[int]]:

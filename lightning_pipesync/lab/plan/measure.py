@@ -152,19 +152,8 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
         for exchange in lab_of(name).exchanges:
             with suppress(ValueError) if replicas.mesh is not None else nullcontext():  # it refuses them, on all ranks
                 exchanges[exchange.name] = costs.of_exchange(METHODS[name], exchange)
-    measured = Cluster(
-        replicas.number,
-        bandwidth,
-        backend,
-        halves,
-        all_reduces,
-        exchanges,
-        torus,
-        tree,
-        has_trees,
-        replicas.ranks_per_replica,
-        hsdp_overlaps=device.type != "cpu",
-    )
+    kinds = (torus, tree, has_trees, replicas.ranks_per_replica, device.type != "cpu")
+    measured = Cluster(replicas.number, bandwidth, backend, halves, all_reduces, exchanges, *kinds)
     return gathered(measured)[0]  # the same predictions on all ranks
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.names import did_you_mean
 from lightning_pipesync.lab.bench.candidates import sharded
-from lightning_pipesync.lab.bench.models import BenchModel, build_model, model_names
+from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, model_names
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PlanSettings:
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}.")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda', and torch finds no GPU here: leave it at 'cpu', or install a CUDA build.")
-        if self.device == "cuda" and self.model.startswith("emulated-"):
+        if self.device == "cuda" and self.model.startswith(EMULATED):
             raise ValueError(f"The layers of {self.model} sleep, and use no GPU: set device='cpu'.")
 
     def check_model(self) -> None:
@@ -76,10 +76,17 @@ class PlanSettings:
 
         ValueError if there is no such function, or it returns something else.
         """
-        if mesh is None:
-            return self._on_cpu().to(self.device)
         if self.model in model_names():
-            return sharded(self._on_cpu().to(self.device), mesh)
+            seconds = self.compute_ms / 3000
+            of_emulated: dict[str, Any] = {
+                "scale": self.scale,
+                "forward_seconds": seconds,
+                "backward_seconds": 2 * seconds,
+            }
+            model = build_model(self.model, **(of_emulated if self.model.startswith(EMULATED) else {})).to(self.device)
+            return model if mesh is None else sharded(model, mesh)
+        if mesh is None:
+            return _users_own(self.model).to(self.device)
         model = _users_own(self.model, mesh)
         if not is_sharded(model.module):
             raise ValueError(
@@ -88,14 +95,6 @@ class PlanSettings:
                 "module."
             )
         return model
-
-    def _on_cpu(self) -> BenchModel:
-        if self.model in model_names():
-            if not self.model.startswith("emulated-"):
-                return build_model(self.model)
-            forward = self.compute_ms / 3000
-            return build_model(self.model, scale=self.scale, forward_seconds=forward, backward_seconds=2 * forward)
-        return _users_own(self.model)
 
 
 def _function_of(name: str) -> Callable[..., Any]:

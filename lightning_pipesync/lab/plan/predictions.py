@@ -82,13 +82,9 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
 
     Those that the method refuses for this model are left out.
     """
-    ddp = [_ddp_in(work, cluster, size) for size in work.bucket_sizes()]
-    groups = [ddp]
-    if cluster.ranks_per_replica > 1:
-        seconds = predict_hsdp(work, cluster)
-        groups = [[Prediction("hsdp", {}, seconds, why=waiting_share(work.seconds, seconds))]]
-    elif _chosen(ddp, work).settings["bucket_mb"] != DEFAULT_MB:
-        groups.append([one for one in ddp if one.settings["bucket_mb"] == DEFAULT_MB])
+    groups = [_of_baseline(work, cluster)]
+    if cluster.ranks_per_replica == 1 and _chosen(groups[0], work).settings["bucket_mb"] != DEFAULT_MB:
+        groups.append([one for one in groups[0] if one.settings["bucket_mb"] == DEFAULT_MB])
     for name in METHODS:
         groups += lab_of(name).predict(work, cluster)
     for group in groups:
@@ -110,9 +106,16 @@ def predict_hsdp(work: Work, cluster: Cluster) -> float:
     return work.profile.seconds_with_all_reduces(ready, durations)
 
 
-def _ddp_in(work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
-    seconds = predict_ddp(work.profile_with("ddp"), cluster.backend, cluster.world_size, bucket_mb)
-    return Prediction("ddp", {"bucket_mb": bucket_mb}, seconds, why=waiting_share(work.seconds_with("ddp"), seconds))
+def _of_baseline(work: Work, cluster: Cluster) -> list[Prediction]:
+    """Returns HSDP, or DDP with each size of buckets."""
+    if cluster.ranks_per_replica > 1:
+        seconds = predict_hsdp(work, cluster)
+        return [Prediction("hsdp", {}, seconds, why=waiting_share(work.seconds, seconds))]
+    profile, computation, found = work.profile_with("ddp"), work.seconds_with("ddp"), []
+    for size in work.bucket_sizes():
+        seconds = predict_ddp(profile, cluster.backend, cluster.world_size, size)
+        found.append(Prediction("ddp", {"bucket_mb": size}, seconds, why=waiting_share(computation, seconds)))
+    return found
 
 
 def enough_bandwidth(work: Work, cluster: Cluster, share: float = LITTLE) -> float | None:
@@ -144,10 +147,7 @@ def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> 
 
 def _baseline(work: Work, cluster: Cluster) -> float:
     """Returns the seconds of a step of HSDP, or of DDP with its best buckets."""
-    if cluster.ranks_per_replica > 1:
-        return predict_hsdp(work, cluster)
-    profile, world_size = work.profile_with("ddp"), cluster.world_size
-    return min(predict_ddp(profile, cluster.backend, world_size, size) for size in work.bucket_sizes())
+    return min(one.seconds for one in _of_baseline(work, cluster))
 
 
 def _first(holds: Callable[[float], bool], low: float, high: float, steps: int = 30) -> float | None:
