@@ -16,12 +16,12 @@ import torch
 from benchmarks import command
 from benchmarks.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.benchmark import Command, Progress, progress_bar
+from lightning_pipesync.lab.bench.benchmark import Command, Progress, progress_bar, run_job
 from lightning_pipesync.lab.bench.candidate import sgd
-from lightning_pipesync.lab.bench.job import Hosts, run_job
 from lightning_pipesync.lab.bench.models import EMULATED, build_model, model_names
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, table
+from lightning_pipesync.lab.netlab.options import LinkOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class BatchCost(Command):
         found = []
         with progress_bar("", len(self.models) * len(self.workers)) as advance:
             for model in self.models:
-                measured = run_job(BatchCost.measure, replace(self, models=(model,)), Hosts(1), advance)
+                measured = run_job(BatchCost.measure, replace(self, models=(model,)), 1, LinkOptions(), advance)
                 assert measured is not None
                 found.append(measured)
         return [{"settings": self.settings(), "environment": environment(), "models": found}]

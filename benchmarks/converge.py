@@ -34,8 +34,7 @@ from benchmarks.tasks import (
     evaluations,
 )
 from benchmarks.training import Training, compared_trainings, config_types
-from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.job import launched
+from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress, launched
 from lightning_pipesync.lab.bench.named_settings import split_method
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ import benchmarks.baselines.networks  # noqa: F401 - adds them to the models
 from benchmarks import command
 from benchmarks import plan_accuracy_report as accuracy_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.benchmark import Command, Progress, make_hosts, run_on
-from lightning_pipesync.lab.bench.job import launched
+from lightning_pipesync.lab.bench.benchmark import Command, Progress, launched, run_on
 from lightning_pipesync.lab.bench.models import EMULATED, TABLES
 from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.plan.measure import plan_for
@@ -69,13 +68,13 @@ class Accuracy(Command):
         results = accuracy_report.read(self.output / "accuracy.json")
         each = [replace(self, models=(model,), ratio=(ratio,)) for model, ratio in product(self.models, self.ratio)]
         all_links = [LinkOptions(rate=rate) for rate in self.rates or (None,)]
-        all_hosts = [hosts for links in all_links for hosts in make_hosts(self.hosts, links)]
+        all_hosts = [*product(all_links, self.hosts)]
         if launched() and len(each) > 1:
             raise ValueError(
                 f"models={[*self.models]}, ratio={[*self.ratio]}: a launcher's ranks measure one model and one ratio."
             )
-        for settings, hosts in product(each, all_hosts[:1] if launched() else all_hosts):
-            measured = run_on(Accuracy.measure, settings, [hosts], 1 + (self.rounds + 1) * MOST_CANDIDATES)
+        for settings, (links, hosts) in product(each, all_hosts[:1] if launched() else all_hosts):
+            measured = run_on(Accuracy.measure, settings, [hosts], links, 1 + (self.rounds + 1) * MOST_CANDIDATES)
             if not measured:
                 return []  # another rank has them
             results += measured

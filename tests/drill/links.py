@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from pyroute2 import IPRoute, netns
 
-from lightning_pipesync.lab.netlab.kernel import INTERFACE, LATENCY, burst_bytes
-from lightning_pipesync.lab.netlab.network import Network
+from lightning_pipesync.lab.netlab.kernel import LATENCY, burst_bytes
+from lightning_pipesync.lab.netlab.network import INTERFACE, Network
 
 #: Bits per second, and bytes that may pass at once and that may wait, of a link that loses packets.
 RATE, BURST, LIMIT = 100_000, 400, 400

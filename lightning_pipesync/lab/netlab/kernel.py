@@ -18,17 +18,11 @@ from pyroute2 import IPRoute, netns
 from pyroute2.netlink.exceptions import NetlinkError
 
 from lightning_pipesync.core.private_names import require
+from lightning_pipesync.lab.netlab.network import BURST_S, INTERFACE, LEAST_BURST, LONGEST_MS
 from lightning_pipesync.lab.netlab.processes import NAMESPACES, kill
 
-#: The name of each host's interface.
-INTERFACE = "eth0"
-
 _NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
-#: The longest time in ms of a packet in a queue before it is dropped.
-LONGEST_MS = 100
 LATENCY = f"{LONGEST_MS}ms"
-#: A token bucket has at least so many bytes, and those of so many seconds at its rate.
-LEAST_BURST, BURST_S = 72 * 1024, 0.002
 _KERNEL_OPTIONS = {"bridge": "CONFIG_BRIDGE", "veth": "CONFIG_VETH", "tbf": "CONFIG_NET_SCH_TBF"}
 
 # pyroute2 creates a namespace in a new process, for which 2 seconds are too few on a busy machine.

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.netlab import forwarder
 from lightning_pipesync.lab.netlab.faults import check_host
+from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.netlab.processes import NAMESPACES, deferred_signals, inside, raising_signals
 from lightning_pipesync.lab.netlab.units import Way, parse_rate, parse_way
 
@@ -24,6 +26,12 @@ _SUBNET = ipaddress.ip_network("198.18.0.0/16")
 #: Maximum number of ports of a bridge, rounded down.
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
+#: The name of each host's interface.
+INTERFACE = "eth0"
+#: The longest time in ms of a packet in a queue before it is dropped.
+LONGEST_MS = 100
+#: A token bucket has at least so many bytes, and those of so many seconds at its rate.
+LEAST_BURST, BURST_S = 72 * 1024, 0.002
 #: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 #: What runs a command with the capabilities in a user namespace. The named network namespaces are in /run, which is the
@@ -47,12 +55,9 @@ class Network:
             core switch connects them.
         uplink: the rate between each rack and the core, each way; None means ``rate``. Only with several racks.
         host_rates: the rates of hosts whose links are slower than others, each way.
-        up_rate: the rate of each host's link in the direction from it.
-        delay: the time from a host to another one, one way, such as ``"40ms"``; half of a round trip.
-        jitter: by how much the delay of a packet is more or less, at most, uniformly distributed. Packets do not
-            overtake each other.
-        loss: the share of packets of 1500 bytes that are lost between two hosts, such as ``"0.1%"``, independently.
-        uplink_delay, uplink_jitter, uplink_loss: the same between two racks, in addition.
+        links: further fields of :class:`LinkOptions`: ``up_rate``, ``delay``, ``jitter``, ``loss``, ``uplink_delay``,
+            ``uplink_jitter`` and ``uplink_loss``. Delays are one way; jitter is uniformly distributed, and packets do
+            not overtake each other; losses are independent, of packets of 1500 bytes.
 
     Raises:
         ValueError: a rate, a delay, a share, the racks or a host are invalid.
@@ -66,34 +71,27 @@ class Network:
         racks: int = 1,
         uplink: str | None = None,
         host_rates: Mapping[int, str] | None = None,
-        *,
-        up_rate: str | None = None,
-        delay: str | None = None,
-        jitter: str | None = None,
-        loss: str | None = None,
-        uplink_delay: str | None = None,
-        uplink_jitter: str | None = None,
-        uplink_loss: str | None = None,
+        **links: Any,
     ) -> None:
+        given = LinkOptions(rate=rate, racks=racks, uplink=uplink, **links)
         if not 1 <= hosts <= _MOST_HOSTS:
             raise ValueError(f"hosts must be between 1 and {_MOST_HOSTS}, got {hosts}.")
         if racks < 1 or hosts % racks:
             raise ValueError(f"racks must divide the {hosts} hosts evenly, got {racks}.")
-        between_racks = {"uplink": uplink, "uplink_delay": uplink_delay}
-        between_racks |= {"uplink_jitter": uplink_jitter, "uplink_loss": uplink_loss}
-        for name, value in between_racks.items():
-            if value is not None and racks == 1:
+        for name in given.beside_rate() if racks == 1 else ():
+            if name.startswith("uplink"):
                 raise ValueError(f"{name} is the link between racks: it needs racks of 2 or more.")
         self.hosts, self.racks = hosts, racks
         #: Bits per second of each host's link, to it and from it.
-        self.rates, self.up_rates = [parse_rate(rate)] * hosts, [parse_rate(up_rate or rate)] * hosts
+        self.rates, self.up_rates = [parse_rate(rate)] * hosts, [parse_rate(given.up_rate or rate)] * hosts
         for host, slower in (host_rates or {}).items():
             check_host(host, hosts, "host_rates")
             self.rates[host] = parse_rate(slower)
-            self.up_rates[host] = self.rates[host] if up_rate is None else min(self.rates[host], self.up_rates[host])
+            up_rate = self.rates[host] if given.up_rate is None else self.up_rates[host]
+            self.up_rates[host] = min(self.rates[host], up_rate)
         self._uplink = parse_rate(uplink or rate) if racks > 1 else None
-        self._way = parse_way(delay, jitter, loss)
-        self._uplink_way = parse_way(uplink_delay, uplink_jitter, uplink_loss, "uplink_")
+        self._way = parse_way(given.delay, given.jitter, given.loss)
+        self._uplink_way = parse_way(given.uplink_delay, given.uplink_jitter, given.uplink_loss, "uplink_")
         #: The program that forwards all packets; None: the kernel does.
         self.forwarder: subprocess.Popen[bytes] | None = None
         self._prefix = ""
@@ -130,8 +128,6 @@ class Network:
 
     def environment(self, host: int) -> dict[str, str]:
         """Returns the variables that ``torchrun`` with one process per host would set."""
-        from lightning_pipesync.lab.netlab.kernel import INTERFACE
-
         return {
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(_MASTER_PORT),  # Every port of a new host is free.
@@ -172,18 +168,16 @@ class Network:
 
     def _start_forwarder(self, racks: Sequence[int]) -> None:
         """Starts the program, and waits until all hosts have an interface; RuntimeError if the kernel refuses one."""
-        from lightning_pipesync.lab.netlab import kernel
-
         settings = {
-            "interface": kernel.INTERFACE,
+            "interface": INTERFACE,
             "namespaces": [str(NAMESPACES / self.namespace(host)) for host in range(self.hosts)],
             "addresses": [self.address(host) for host in range(self.hosts)],
             "racks": racks,
             "rates": [rate / 8 for rate in self.rates],
             "uplink": (self._uplink or 0) / 8,
-            "burst_s": kernel.BURST_S,
-            "least_burst": kernel.LEAST_BURST,
-            "longest_s": kernel.LONGEST_MS / 1e3,
+            "burst_s": BURST_S,
+            "least_burst": LEAST_BURST,
+            "longest_s": LONGEST_MS / 1e3,
             "way": self._way,
             "uplink_way": self._uplink_way,
         }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_pipesync.lab.netlab.network import Network
+if TYPE_CHECKING:
+    from lightning_pipesync.lab.netlab.network import Network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,4 +57,6 @@ class LinkOptions:
         """Returns the network; ValueError if an option is wrong, or if there is no rate."""
         if self.rate is None:
             raise ValueError(f"{self.listed_beside_rate()} is for an emulated network: give its rate, too.")
+        from lightning_pipesync.lab.netlab.network import Network
+
         return Network(hosts, self.rate, host_rates=host_rates, **self.beside_rate())

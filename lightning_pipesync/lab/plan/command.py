@@ -61,13 +61,12 @@ class Plan(PlanSettings, LinkOptions):
     def _measured(self, output: Path) -> tuple[Work, Cluster, dict[str, Any]] | None:
         """Measures, and returns the plan; None on the ranks of a launcher other than the first."""
         from lightning_pipesync.lab.bench import benchmark
-        from lightning_pipesync.lab.bench.job import launched
         from lightning_pipesync.lab.bench.tables import check_folder
         from lightning_pipesync.lab.plan.measure import measure_plan
         from lightning_pipesync.lab.plan.saved import of_result
         from lightning_pipesync.lab.plan.trials import PROVEN
 
-        if self.ranks_per_replica > 1 and not launched():
+        if self.ranks_per_replica > 1 and not benchmark.launched():
             raise ValueError(
                 f"ranks_per_replica={self.ranks_per_replica} needs a launcher that starts as many ranks on each host: "
                 "torchrun --nnodes 2 --nproc-per-node 2 ... -m lightning_pipesync plan, on emulated hosts within "
@@ -80,13 +79,14 @@ class Plan(PlanSettings, LinkOptions):
             )
         self._check_algorithm(is_measured=True)
         settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
-        if not launched():  # ranks of a launcher build it first, and tell each other
+        if not benchmark.launched():  # ranks of a launcher build it first, and tell each other
             settings.check_model()
         num_measurements = 2 + (self.rounds + 1) * (2 + 2 * PROVEN) * (self.rounds > 0)
-        all_hosts = benchmark.make_hosts([self.hosts or 2], self)
+        counts = [self.hosts or 2]
+        benchmark.check_hosts(counts, self)
         if benchmark.on_first_rank():
             check_folder(output)  # an error now, not after all measurements
-        results = benchmark.run_on(measure_plan, settings, all_hosts, num_measurements)
+        results = benchmark.run_on(measure_plan, settings, counts, self, num_measurements)
         if not results:
             return None
         if error := results[0].get("error"):

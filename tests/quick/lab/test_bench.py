@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench import job
+from lightning_pipesync.lab.bench import benchmark
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import COLUMNS, Step, as_markdown, rows_of
 from lightning_pipesync.lab.bench.tables import show, table
@@ -120,7 +120,7 @@ def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:
     """Otherwise a rank that is early may connect to itself there, and rank 0 could not open its store."""
     lines: list[str] = []
     script = "import os, socket; socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])))"
-    assert job._run_here([sys.executable, "-S", "-c", script], 1, lambda _, line: lines.append(line)) == 1
+    assert benchmark._run_here([sys.executable, "-S", "-c", script], 1, lambda _, line: lines.append(line)) == 1
     assert "Address already in use" in lines[-1]
 
 
@@ -129,7 +129,7 @@ def test_a_benchmark_that_is_ended_leaves_no_ranks(tmp_path: Path) -> None:
     rank = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     script = f"""
 import sys
-from lightning_pipesync.lab.bench.job import _run_here
+from lightning_pipesync.lab.bench.benchmark import _run_here
 _run_here([sys.executable, "-S", "-c", {rank!r}], 2, lambda rank, line: print(line, end="", flush=True))
 """
     words = [sys.executable, "-c", script]

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.jobs import Lines
-from lightning_pipesync.lab.bench.benchmark import make_hosts
+from lightning_pipesync.lab.bench.benchmark import check_hosts
 from lightning_pipesync.lab.netlab import Network, Slow, run_job
 from lightning_pipesync.lab.netlab.faults import parse_slow
 from lightning_pipesync.lab.netlab.options import LinkOptions
@@ -143,9 +143,10 @@ def test_commands_that_emulate_links_refuse_the_same(command: str, capsys: pytes
 
 def test_options_of_a_network_need_its_rate() -> None:
     with pytest.raises(ValueError, match="delay='40ms' is for an emulated network: give its rate"):
-        make_hosts([2], LinkOptions(delay="40ms"))
-    (hosts,) = make_hosts([2], LinkOptions(rate="20mbit", delay="40ms", loss="0.1%"))
-    assert hosts.links.in_words() == "20mbit, delay 40ms, loss 0.1%"
+        check_hosts([2], LinkOptions(delay="40ms"))
+    links = LinkOptions(rate="20mbit", delay="40ms", loss="0.1%")
+    check_hosts([2], links)
+    assert links.in_words() == "20mbit, delay 40ms, loss 0.1%"
 
 
 def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
