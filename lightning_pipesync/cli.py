@@ -194,7 +194,7 @@ def _check_packages(words: Sequence[str]) -> None:
 
 
 def _for_parser(words: list[str], components: Any) -> list[str]:
-    """Writes the command after ``--``, and options that may be given again, as the parser takes them."""
+    """Writes the options of a subcommand, and the command after ``--``, as the parser takes them."""
     options, command = words, None
     if words[:1] == ["launch"]:
         given, command = split_command(words[1:])
@@ -206,13 +206,11 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
         _check_dashes(options)
     if options[:1] == ["plan"]:
         options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
-        followed = zip(options, [*options, ""][1:], strict=False)
-        options = [
-            "--json=true" if word == "--json" and after not in ("true", "false") else word for word, after in followed
-        ]
-    if options[:1] == ["bench"] and options[1:2] and not options[1].startswith("-"):
-        options = with_lists(options, components["bench"][options[1]])
-    options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]
+    component = components
+    for word in takewhile(lambda word: not word.startswith("-"), options):
+        component = component[word] if isinstance(component, dict) else component
+    if not isinstance(component, dict):
+        options = with_lists(options, component)
     return options if command is None else [*options, "--command", json.dumps(command)]
 
 
@@ -225,20 +223,23 @@ def _check_dashes(options: list[str]) -> None:
 
 
 def with_lists(options: list[str], component: Any) -> list[str]:
-    """Writes options of a component that take several values as the parser takes them.
+    """Writes options of a component as the parser takes them.
 
-    ``--hosts 2 4`` of a tuple becomes ``--hosts [2,4]``. An option of a list may be given again: it gets a plus.
+    ``--hosts 2 4`` of a tuple becomes ``--hosts [2,4]``. An option of a list or sequence may be given again: it gets a
+    plus. A bool without a value is true.
     """
-    types = {name: str(option.annotation) for name, option in inspect.signature(component).parameters.items()}
-    several = {f"--{name}" for name, annotation in types.items() if annotation.startswith("tuple")}
-    again = {f"--{name}" for name, annotation in types.items() if annotation.startswith("list")}
+    types = {f"--{name}": str(one.annotation) for name, one in inspect.signature(component).parameters.items()}
     starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
     written: list[str] = []
     for start, end in zip(starts, [*starts, len(options)][1:], strict=True):
         name, *values = options[start:end]
-        if name in several and values and not values[0].startswith("["):
+        option, equals, value = name.partition("=")
+        annotation = types.get(option, "")
+        if annotation.startswith("tuple") and values and not values[0].startswith("["):
             quoted = (json.dumps(value) if re.search("[,:]", value) else value for value in values)
             values = [f"[{','.join(quoted)}]"]
-        option, equals, value = name.partition("=")
-        written += [f"{option}+{equals}{value}" if option in again else name, *values]
+        if annotation == "bool" and not equals and not values:
+            values = ["true"]
+        again = annotation.startswith(("list", "Sequence"))
+        written += [f"{option}+{equals}{value}" if again else name, *values]
     return written
