@@ -17,7 +17,7 @@ from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.lab.bench.benchmark import Benchmark
 from lightning_pipesync.lab.bench.candidate import Candidate, MakeCandidate, Wrapped
-from lightning_pipesync.lab.bench.candidates import hsdp, method_candidates, sharded
+from lightning_pipesync.lab.bench.candidates import hsdp, makers, sharded
 from lightning_pipesync.lab.bench.models import BenchModel, model_names
 
 ALONE = "no communication between hosts"
@@ -47,14 +47,12 @@ class ReplicasBenchmark(Benchmark):
         if self.ranks_per_replica < 2:
             raise ValueError(f"ranks_per_replica must be at least 2, got {self.ranks_per_replica!r}.")
         self._check_all_positive("bucket_mb", self.bucket_mb, "numbers of MiB")
-        for method in self.methods:  # raises if one is unknown
-            method_candidates(method, self.bucket_mb)
+        makers(self.methods, self.bucket_mb)  # raises if one is unknown
         super().__post_init__()
 
     @property
     def num_candidates(self) -> int:
-        methods = sum(len(method_candidates(method, self.bucket_mb)) for method in self.methods)
-        return 2 + len(self.bucket_mb) + methods
+        return 2 + len(self.bucket_mb) + len(makers(self.methods, self.bucket_mb))
 
     def makers(self, mesh: DeviceMesh) -> list[MakeCandidate]:
         """Returns factories of what is compared on the mesh; :data:`ALONE` and :data:`HSDP` are the first."""
@@ -65,8 +63,7 @@ class ReplicasBenchmark(Benchmark):
 
         methods: list[MakeCandidate] = [lambda model: Wrapped(ALONE, model, model.module, "compute")]
         methods += [partial(OverlappedHSDP, replicas=replicas, bucket_mb=size) for size in self.bucket_mb]
-        for method in self.methods:
-            methods += method_candidates(method, self.bucket_mb, replicas=replicas)
+        methods += makers(self.methods, self.bucket_mb, replicas=replicas)
         made = [partial(in_shards, make) for make in methods]
         return [made[0], lambda model: hsdp(sharded(model, mesh, self.reshard)), *made[1:]]
 

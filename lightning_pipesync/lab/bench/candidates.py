@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,40 +96,29 @@ def compared() -> tuple[str, ...]:
 def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any) -> list[MakeCandidate]:
     """Returns factories of candidates for each method, and of :data:`ALTERNATIVES` for each bucket size in MiB.
 
-    ``arguments`` are further ones of each method. Calling a factory is collective. ValueError if a method or a setting
-    is unknown.
+    A method is ``NAME`` or ``NAME:SETTING=VALUE,...``; ``arguments`` are further ones of each. Calling a factory is
+    collective. ValueError if a method or a setting is unknown.
     """
     if not methods:
         raise ValueError("methods must name something to compare.")
     makers: list[MakeCandidate] = []
-    for method in methods:
-        if method in ALTERNATIVES:
-            makers += ALTERNATIVES[method](bucket_mb)
-        else:
-            makers += method_candidates(method, bucket_mb, known=ALTERNATIVES, **arguments)
+    for text in methods:
+        name, preset, chosen = split_method(text)
+        if text in ALTERNATIVES:
+            makers += ALTERNATIVES[text](bucket_mb)
+            continue
+        if name not in METHODS:
+            raise unknown_method(name, [*METHODS, *ALTERNATIVES], f" {OWN_METHODS}")
+        entry = lab_of(name)
+        shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
+        label = f"{entry.label} ({', '.join(shown)})" if shown else entry.label
+        settings = {**preset, **parse_settings(text, METHODS[name].config_type)}
+        try:
+            declared = entry.bench_candidates(label, settings, bucket_mb)
+        except TypeError as error:
+            raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+        makers += [make_candidate(name, one, **arguments) for one in declared]
     return makers
-
-
-def method_candidates(
-    text: str, bucket_mb: Sequence[float], known: Iterable[str] = (), **arguments: Any
-) -> list[MakeCandidate]:
-    """Returns factories of the candidates that the method ``NAME`` or ``NAME:SETTING=VALUE,...`` declares.
-
-    ``known`` is what else can be compared, for the message of the ValueError for an unknown name; ``arguments`` are
-    further ones of the method.
-    """
-    name, preset, chosen = split_method(text)
-    if name not in METHODS:
-        raise unknown_method(name, [*METHODS, *known], f" {OWN_METHODS}")
-    entry = lab_of(name)
-    shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
-    label = f"{entry.label} ({', '.join(shown)})" if shown else entry.label
-    settings = {**preset, **parse_settings(text, METHODS[name].config_type)}
-    try:
-        declared = entry.bench_candidates(label, settings, bucket_mb)
-    except TypeError as error:
-        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
-    return [make_candidate(name, one, **arguments) for one in declared]
 
 
 def in_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -118,21 +118,27 @@ def _of_baseline(work: Work, cluster: Cluster) -> list[Prediction]:
     return found
 
 
-def enough_bandwidth(work: Work, cluster: Cluster, share: float = LITTLE) -> float | None:
-    """Returns the bytes per second from which on the baseline waits for the network for ``share`` of a step at most.
+def enough_bandwidth(work: Work, cluster: Cluster) -> float | None:
+    """Returns the bytes per second from which on the baseline waits for the network for 5 % of a step at most.
 
     They are a host's. None: it waits for longer at any bandwidth, because of latency or of what processors do.
     """
     computation = work.seconds_with(baseline_of(cluster))
 
-    def waits(bandwidth: float) -> bool:
-        return _baseline(work, cluster.with_bandwidth(bandwidth)) * (1 - share) > computation
+    def waits(exponent: float) -> bool:
+        return _baseline(work, cluster.with_bandwidth(10**exponent)) * (1 - LITTLE) > computation
 
-    return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
+    low, high = 4.0, 13.0
+    if waits(high):
+        return None
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if waits(middle) else (low, middle)
+    return math.pow(10, high)
 
 
-def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> int | None:
-    """Returns the batches to accumulate with which the baseline waits for the network for ``share`` of a step at most.
+def enough_accumulation(work: Work, cluster: Cluster) -> int | None:
+    """Returns the batches to accumulate with which the baseline waits for the network for 5 % of a step at most.
 
     A power of 2, at most :data:`MOST_ACCUMULATED`; None: that is not enough.
     """
@@ -140,7 +146,7 @@ def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> 
     whole_step, computation = _baseline(work, cluster), work.seconds_with(baseline_of(cluster))
     for batches in (2**exponent for exponent in range(MOST_ACCUMULATED.bit_length())):
         whole = (batches - 1) * compute
-        if (whole + whole_step) * (1 - share) <= whole + computation:
+        if (whole + whole_step) * (1 - LITTLE) <= whole + computation:
             return batches
     return None
 
@@ -148,13 +154,3 @@ def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> 
 def _baseline(work: Work, cluster: Cluster) -> float:
     """Returns the seconds of a step of HSDP, or of DDP with its best buckets."""
     return min(one.seconds for one in _of_baseline(work, cluster))
-
-
-def _first(holds: Callable[[float], bool], low: float, high: float, steps: int = 30) -> float | None:
-    """Returns 10 to the least exponent at which a condition holds that holds from there on; None: it never does."""
-    if not holds(high):
-        return None
-    for _ in range(steps):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return math.pow(10, high)
