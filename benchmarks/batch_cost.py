@@ -17,11 +17,11 @@ from benchmarks import command
 from benchmarks.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, progress_bar, run_job
-from lightning_pipesync.lab.bench.candidate import sgd
+from lightning_pipesync.lab.bench.candidates import sgd
 from lightning_pipesync.lab.bench.models import EMULATED, build_model, model_names
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import environment, table
-from lightning_pipesync.lab.netlab.options import LinkOptions
+from lightning_pipesync.lab.netlab.command import LinkOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.lab.bench.benchmark import Benchmark
-from lightning_pipesync.lab.bench.candidate import Candidate, MakeCandidate, Wrapped
-from lightning_pipesync.lab.bench.candidates import hsdp, makers, sharded
+from lightning_pipesync.lab.bench.candidates import Candidate, MakeCandidate, Wrapped, hsdp, makers, sharded
 from lightning_pipesync.lab.bench.models import BenchModel, model_names
 
 ALONE = "no communication between hosts"

@@ -15,7 +15,7 @@ from benchmarks import plan_accuracy_report as accuracy_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, launched, run_on
 from lightning_pipesync.lab.bench.models import EMULATED, TABLES
-from lightning_pipesync.lab.netlab.options import LinkOptions
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import considered, predict

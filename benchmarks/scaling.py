@@ -17,8 +17,7 @@ from benchmarks import command
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
-from lightning_pipesync.lab.bench.candidate import time_candidates
-from lightning_pipesync.lab.bench.candidates import makers, without_communication
+from lightning_pipesync.lab.bench.candidates import makers, time_candidates, without_communication
 from lightning_pipesync.lab.bench.models import EMULATED, build_model, computation_seconds
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.profile import profile_step

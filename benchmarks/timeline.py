@@ -26,8 +26,7 @@ from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
-from lightning_pipesync.lab.bench.candidate import Candidate, Wrapped
-from lightning_pipesync.lab.bench.candidates import makers
+from lightning_pipesync.lab.bench.candidates import Candidate, Wrapped, makers
 from lightning_pipesync.lab.bench.models import EMULATED
 from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.step import StepBenchmark

@@ -19,8 +19,16 @@ from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.work_queue import WorkQueueBatches
-from lightning_pipesync.lab.bench.candidate import MethodCandidate, RunPasses, Trainable, forward_and_backward, lab_of
-from lightning_pipesync.lab.bench.candidates import ALONE, ddp, without_communication
+from lightning_pipesync.lab.bench.candidates import (
+    ALONE,
+    MethodCandidate,
+    RunPasses,
+    Trainable,
+    ddp,
+    forward_and_backward,
+    lab_of,
+    without_communication,
+)
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.training.registry import METHODS

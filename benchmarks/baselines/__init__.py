@@ -11,8 +11,7 @@ from benchmarks.baselines.central_server import ParameterServerBaseline
 from benchmarks.baselines.grouped import AllGatherOnly, GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
 from benchmarks.baselines.horovod import Horovod, TunedHorovod
 from benchmarks.baselines.power_sgd import DDPWithPowerSGD, PowerSGDConfig
-from lightning_pipesync.lab.bench.candidate import MakeCandidate
-from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
+from lightning_pipesync.lab.bench.candidates import ALTERNATIVES, MakeCandidate
 from lightning_pipesync.lab.bench.models import BenchModel
 
 

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.training import DDPConfig, least_mib
-from lightning_pipesync.lab.bench.candidate import Wrapped
+from lightning_pipesync.lab.bench.candidates import Wrapped
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.step import gradient_bytes
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from benchmarks.tasks.task import Task
-from lightning_pipesync.lab.bench.models.real import TransformerLM
+from lightning_pipesync.lab.bench.models import TransformerLM
 
 _CONTEXT, _LEARNING_RATE = 64, 3e-3
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from lightning_pipesync.lab import netlab
 from lightning_pipesync.lab.bench.preflight import exchange_facts
 from lightning_pipesync.lab.bench.tables import check_folder, environment, show, write_results
-from lightning_pipesync.lab.netlab.options import LinkOptions
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.netlab.processes import raising_signals
 from lightning_pipesync.training.registry import METHODS
 

@@ -15,7 +15,7 @@ from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import Profile
-from lightning_pipesync.lab.bench.candidate import Wrapped
+from lightning_pipesync.lab.bench.candidates import Wrapped
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,14 @@ from lightning_pipesync.core.layer_limits import LayerLimits
 from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.candidate import time_candidates
-from lightning_pipesync.lab.bench.candidates import ALONE, compared, ddp_name, makers, without_communication
+from lightning_pipesync.lab.bench.candidates import (
+    ALONE,
+    compared,
+    ddp_name,
+    makers,
+    time_candidates,
+    without_communication,
+)
 from lightning_pipesync.lab.bench.models import (
     EMULATED,
     BenchModel,

@@ -16,8 +16,8 @@ from typing import Any
 
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.netlab import forwarder
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.netlab.faults import check_host
-from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.netlab.processes import NAMESPACES, deferred_signals, inside, raising_signals
 from lightning_pipesync.lab.netlab.units import Way, parse_rate, parse_way
 

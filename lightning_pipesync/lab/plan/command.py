@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Algorithm, Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.netlab.options import LinkOptions
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.plan.model import PlanSettings
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cluster import BackendCost, MeasuredCost
-from lightning_pipesync.lab.bench.candidate import sgd
-from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
+from lightning_pipesync.lab.bench.candidates import sgd
+from lightning_pipesync.lab.plan.model import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.trials import TIMEOUT_S, gathered
 from lightning_pipesync.methods.laboratory import Exchange
 from lightning_pipesync.methods.method import Method

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth, receive
-from lightning_pipesync.lab.bench.candidate import lab_of
+from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.training.registry import METHODS
 

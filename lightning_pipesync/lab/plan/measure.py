@@ -24,13 +24,12 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.candidate import lab_of
+from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.bench.preflight import facts_of_this_host, findings
 from lightning_pipesync.lab.plan.costs import Costs, Waitable, sizes_for
 from lightning_pipesync.lab.plan.links import measure_links, outliers, several_connections
-from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.model import EACH_RANK, PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import is_baseline, predict
-from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.lab.plan.trials import Trials, gathered, to_prove

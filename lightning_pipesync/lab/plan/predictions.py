@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import DEFAULT_MB, Work
-from lightning_pipesync.lab.bench.candidate import lab_of
+from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.methods.laboratory import Prediction, waiting_share
 from lightning_pipesync.training.registry import METHODS

@@ -17,12 +17,11 @@ from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.dtensors import ShardedOptimizers, is_sharded, local_of
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.core.work import DEFAULT_MB, MethodWork, Work
-from lightning_pipesync.lab.bench.candidate import Candidate, inputs_of, lab_of, time_candidates
-from lightning_pipesync.lab.bench.candidates import without_communication
+from lightning_pipesync.lab.bench.candidates import Candidate, inputs_of, lab_of, time_candidates, without_communication
 from lightning_pipesync.lab.bench.models import BenchModel, stand_in
 from lightning_pipesync.lab.bench.profile import profile_step
+from lightning_pipesync.lab.plan.model import EACH_RANK, Replicas, bytes_by_group
 from lightning_pipesync.lab.plan.predictions import predict
-from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas, bytes_by_group
 from lightning_pipesync.lab.plan.text import milliseconds
 from lightning_pipesync.lab.plan.trials import candidate_of, gathered
 from lightning_pipesync.methods.laboratory import Prediction, StandIn

@@ -20,16 +20,15 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench import bandwidth
 from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth
-from lightning_pipesync.lab.bench.candidate import Candidate, MethodCandidate
+from lightning_pipesync.lab.bench.candidates import Candidate, MethodCandidate
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.plan import trials
 from lightning_pipesync.lab.plan import work as plan_work
 from lightning_pipesync.lab.plan.costs import Costs
 from lightning_pipesync.lab.plan.links import measure_links
-from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.model import PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import predict
-from lightning_pipesync.lab.plan.replicas import Replicas
 from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns
 from lightning_pipesync.lab.plan.work import measure_added, measure_work, with_refusals
 from lightning_pipesync.methods.laboratory import Prediction

@@ -22,8 +22,7 @@ from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.lab.bench.candidates import HSDP
 from lightning_pipesync.lab.bench.models import EMULATED, build_model
 from lightning_pipesync.lab.plan.measure import measure_plan
-from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.replicas import Replicas, device_mesh
+from lightning_pipesync.lab.plan.model import PlanSettings, Replicas, device_mesh
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result
 from tests.support.case_table import Outcomes, launch_cases

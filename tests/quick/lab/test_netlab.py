@@ -15,8 +15,8 @@ from lightning_pipesync.cli import main
 from lightning_pipesync.core.jobs import Lines
 from lightning_pipesync.lab.bench.benchmark import check_hosts
 from lightning_pipesync.lab.netlab import Network, Slow, run_job
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.netlab.faults import parse_slow
-from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
 from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse_share
 
