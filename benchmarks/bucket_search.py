@@ -20,8 +20,8 @@ from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
+from lightning_pipesync.lab.bench.emulated import EmulatedLayer, EmulatedModel
 from lightning_pipesync.lab.bench.models import TABLES
-from lightning_pipesync.lab.bench.models.emulated import EmulatedLayer, EmulatedModel
 from lightning_pipesync.lab.bench.pictures import COLOURS, picture
 from lightning_pipesync.lab.bench.tables import environment, table
 from lightning_pipesync.methods.dear.search import SEARCHES, Trial, fastest

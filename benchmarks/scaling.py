@@ -20,9 +20,9 @@ from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidates import makers, time_candidates, without_communication
 from lightning_pipesync.lab.bench.models import EMULATED, build_model, computation_seconds
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
-from lightning_pipesync.lab.bench.profile import profile_step
 from lightning_pipesync.lab.bench.step import StepBenchmark, cost_of, gradient_bytes
 from lightning_pipesync.lab.bench.tables import table
+from lightning_pipesync.lab.bench.timing import profile_step
 
 #: The name of the step of one worker.
 ALONE = "no communication"

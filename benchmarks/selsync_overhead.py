@@ -18,8 +18,8 @@ from torch.utils.data import DistributedSampler
 from benchmarks import command
 from lightning_pipesync import SelDPSampler
 from lightning_pipesync.lab.bench.benchmark import Command
-from lightning_pipesync.lab.bench.round_robin import timed
 from lightning_pipesync.lab.bench.tables import environment, table_of
+from lightning_pipesync.lab.bench.timing import timed
 from lightning_pipesync.methods.selsync import GradientChangeTracker
 
 WINDOWS = 25, 50, 100, 200

@@ -19,7 +19,7 @@ from benchmarks.parts import OF_PARTS, draw_span
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.models.emulated import EmulatedCompute
+from lightning_pipesync.lab.bench.emulated import EmulatedCompute
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.tables import table

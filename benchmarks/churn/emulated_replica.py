@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.models.emulated import EmulatedModel, LayerSpec, ModelTable
+from lightning_pipesync.lab.bench.emulated import EmulatedModel, LayerSpec, ModelTable
 
 #: The model's layers, all of the same size.
 LAYERS = 6

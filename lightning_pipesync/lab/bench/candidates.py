@@ -21,7 +21,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
-from lightning_pipesync.lab.bench.round_robin import Timed, time_round_robin
+from lightning_pipesync.lab.bench.timing import Timed, time_round_robin
 from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry
 from lightning_pipesync.training.registry import METHODS
 

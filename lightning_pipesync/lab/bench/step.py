@@ -33,9 +33,8 @@ from lightning_pipesync.lab.bench.models import (
     model_names,
 )
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
-from lightning_pipesync.lab.bench.profile import profile_step
-from lightning_pipesync.lab.bench.round_robin import median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.tables import table_of
+from lightning_pipesync.lab.bench.timing import median_and_quartiles, profile_step, time_round_robin
 
 #: Sizes in MiB of the all-reduces from which alpha and beta are fitted.
 LINK_MB = (0.25, 1.0, 4.0)

@@ -26,8 +26,7 @@ from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.bench.preflight import facts_of_this_host, findings
-from lightning_pipesync.lab.plan.costs import Costs, Waitable, sizes_for
-from lightning_pipesync.lab.plan.links import measure_links, outliers, several_connections
+from lightning_pipesync.lab.plan.costs import Costs, Waitable, measure_links, outliers, several_connections, sizes_for
 from lightning_pipesync.lab.plan.model import EACH_RANK, PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import is_baseline, predict
 from lightning_pipesync.lab.plan.saved import of_result

@@ -19,7 +19,7 @@ from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.core.work import DEFAULT_MB, MethodWork, Work
 from lightning_pipesync.lab.bench.candidates import Candidate, inputs_of, lab_of, time_candidates, without_communication
 from lightning_pipesync.lab.bench.models import BenchModel, stand_in
-from lightning_pipesync.lab.bench.profile import profile_step
+from lightning_pipesync.lab.bench.timing import profile_step
 from lightning_pipesync.lab.plan.model import EACH_RANK, Replicas, bytes_by_group
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.text import milliseconds

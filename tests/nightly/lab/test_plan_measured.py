@@ -22,11 +22,10 @@ from lightning_pipesync.lab.bench import bandwidth
 from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth
 from lightning_pipesync.lab.bench.candidates import Candidate, MethodCandidate
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
-from lightning_pipesync.lab.bench.profile import StepRecorder
+from lightning_pipesync.lab.bench.timing import StepRecorder
 from lightning_pipesync.lab.plan import trials
 from lightning_pipesync.lab.plan import work as plan_work
-from lightning_pipesync.lab.plan.costs import Costs
-from lightning_pipesync.lab.plan.links import measure_links
+from lightning_pipesync.lab.plan.costs import Costs, measure_links
 from lightning_pipesync.lab.plan.model import PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns

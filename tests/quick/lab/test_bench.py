@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench import benchmark
-from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import COLUMNS, Step, as_markdown, rows_of
 from lightning_pipesync.lab.bench.tables import show, table
+from lightning_pipesync.lab.bench.timing import Timed, median_and_quartiles, time_round_robin
 from tests.support.bench_runs import assert_pictures, result_of
 from tests.support.case_table import launch_cases
 from tests.support.commands import environment

@@ -16,8 +16,8 @@ from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench import preflight
 from lightning_pipesync.lab.bench.preflight import HostFacts, exchange_facts, facts_of_this_host, findings
-from lightning_pipesync.lab.plan import links as plan_links
-from lightning_pipesync.lab.plan.links import Links, outliers, partners, several_connections
+from lightning_pipesync.lab.plan import costs as plan_costs
+from lightning_pipesync.lab.plan.costs import Links, outliers, partners, several_connections
 from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.report import as_markdown
@@ -296,7 +296,7 @@ def test_an_interface_that_is_not_known_is_not_advised() -> None:
 
 @pytest.mark.parametrize(("several", "found"), [(1.2e9, 0), (2e9, 1)])
 def test_several_connections_are_recommended_where_they_carry_more(several: float, found: int) -> None:
-    with patch.object(plan_links, "measure_bandwidth", lambda connections, stride: several):
+    with patch.object(plan_costs, "measure_bandwidth", lambda connections, stride: several):
         told = several_connections(1e9)
     assert len(told) == found
     assert all(one.startswith("One TCP connection carries 8 Gbit/s, 4 carry 16 Gbit/s") for one in told)

@@ -1,4 +1,4 @@
-"""What the benchmarks train, without a download: small models, two of ``transformers``, and emulated ones that sleep."""
+"""What the benchmarks train, without downloads: small models, two of ``transformers``, and emulated ones that sleep."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.core.torch_private import map_tensors
-from lightning_pipesync.lab.bench.models.emulated import TABLES, EmulatedModel, ModelTable
-from lightning_pipesync.lab.bench.models.emulated import computation_seconds as computation_seconds
+from lightning_pipesync.lab.bench.emulated import TABLES, EmulatedModel, ModelTable
+from lightning_pipesync.lab.bench.emulated import computation_seconds as computation_seconds
 
 #: What the name of an emulated network begins with.
 EMULATED = "emulated-"
