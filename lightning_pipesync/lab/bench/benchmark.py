@@ -13,12 +13,11 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -251,41 +250,27 @@ def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], 
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_ranks)}
-    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    shared = {**os.environ, **shared, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks: list[subprocess.Popen[str]] = []
 
-    def read(rank: int) -> None:
+    def show(rank: int) -> int:
         for line in ranks[rank].stdout or ():
             on_line(rank, line)
+        return ranks[rank].wait()
 
-    readers = [threading.Thread(target=read, args=(rank,)) for rank in range(num_ranks)]
-    try:
-        with raising_signals():
-            for reader in readers:
-                reader.start()
-            while all(process.poll() is None for process in ranks):
-                time.sleep(0.1)
-            deadline = time.monotonic() + GRACE_S
+    with raising_signals(), ThreadPoolExecutor(num_ranks) as pool:
+        try:
+            for rank in range(num_ranks):
+                variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=variables, **pipes))
+            statuses = [pool.submit(show, rank) for rank in range(num_ranks)]
+            wait(statuses, return_when=FIRST_COMPLETED)
+            wait(statuses, timeout=GRACE_S)
+        finally:
             for process in ranks:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
                 process.kill()
-            for reader in readers:
-                reader.join()
-        return next((status for process in ranks if (status := process.wait())), 0)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        return next(filter(None, (status.result() for status in statuses)), 0)
 
 
 def run_rank(measure: Measure, settings: Any, progress: Progress) -> dict[str, Any] | None:
