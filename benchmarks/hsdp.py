@@ -16,7 +16,7 @@ from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.lab.bench.benchmark import Benchmark
-from lightning_pipesync.lab.bench.candidates import Candidate, MakeCandidate, Wrapped, hsdp, makers, sharded
+from lightning_pipesync.lab.bench.candidates import Candidate, MakeCandidate, Trainable, hsdp, makers, sharded
 from lightning_pipesync.lab.bench.models import BenchModel, model_names
 
 ALONE = "no communication between hosts"
@@ -60,7 +60,7 @@ class ReplicasBenchmark(Benchmark):
         def in_shards(make: MakeCandidate, model: BenchModel) -> Candidate:
             return make(sharded(model, shards, self.reshard))
 
-        methods: list[MakeCandidate] = [lambda model: Wrapped(ALONE, model, model.module, "compute")]
+        methods: list[MakeCandidate] = [lambda model: Trainable(ALONE, model, model.module, "compute")]
         methods += [partial(OverlappedHSDP, replicas=replicas, bucket_mb=size) for size in self.bucket_mb]
         methods += makers(self.methods, self.bucket_mb, replicas=replicas)
         made = [partial(in_shards, make) for make in methods]
@@ -77,7 +77,7 @@ class _Reduction:
     work: dist.Work | None = None
 
 
-class OverlappedHSDP(Wrapped):
+class OverlappedHSDP(Trainable):
     """FSDP2 within each replica, and all-reduces of fused gradients between replicas, each once its bucket is full.
 
     On a CPU FSDP2's own all-reduce of each layer stops the backward pass, which it does not on a GPU. No method is to

@@ -26,7 +26,7 @@ from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
-from lightning_pipesync.lab.bench.candidates import Candidate, Wrapped, makers
+from lightning_pipesync.lab.bench.candidates import Candidate, Trainable, makers
 from lightning_pipesync.lab.bench.models import EMULATED
 from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.step import StepBenchmark
@@ -67,7 +67,7 @@ class Recorder:
         if candidate.transport is not None:
             for name in ("reduce_scatter", "all_gather", "all_reduce"):
                 self._watch_operation(candidate.transport, name)
-        elif isinstance(candidate, Wrapped) and isinstance(candidate.module, nn.parallel.DistributedDataParallel):
+        elif isinstance(candidate, Trainable) and isinstance(candidate.module, nn.parallel.DistributedDataParallel):
             candidate.module.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
 
     def end_step(self) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.training import DDPConfig, least_mib
-from lightning_pipesync.lab.bench.candidates import Wrapped
+from lightning_pipesync.lab.bench.candidates import Trainable
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.step import gradient_bytes
 
@@ -30,7 +30,7 @@ class PowerSGDConfig(DDPConfig):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}.")
 
 
-class DDPWithPowerSGD(Wrapped):
+class DDPWithPowerSGD(Trainable):
     """PowerSGD with error feedback and warm start, of every gradient whose factors are smaller."""
 
     def __init__(self, model: BenchModel, config: PowerSGDConfig) -> None:

@@ -80,14 +80,19 @@ class Candidate(ABC):
 
 
 class Trainable(Candidate):
-    """A candidate that trains on given batches, too. ``module`` is the model's module or a wrapper of it."""
+    """A module, the model's or a wrapper of it, and an optimizer: DDP, FSDP2, ZeRO, or without communication.
 
-    run_passes: RunPasses
+    It trains on given batches, too.
+    """
 
-    def __init__(self, name: str, model: BenchModel, module: nn.Module) -> None:
+    def __init__(
+        self, name: str, model: BenchModel, module: nn.Module, limit: str, optimizer: Optimizer | None = None
+    ) -> None:
         super().__init__(name, model)
-        self.module, self.run_passes = module, forward_and_backward
-        self.optimizer = model.optimizer(model.module) if model.optimizer else sgd(module.parameters())
+        self.module, self.limit = module, limit
+        self.run_passes: RunPasses = forward_and_backward
+        own = model.optimizer(model.module) if model.optimizer else sgd(module.parameters())
+        self.optimizer = optimizer or own
 
     def step(self, batch: Any = None) -> None:
         """Takes one training step on a batch, or on the model's."""
@@ -100,22 +105,8 @@ class Trainable(Candidate):
         batch = self.batch if batch is None else batch
         return self.run_passes(lambda: self.model.loss(self.module, batch), check)
 
-    @abstractmethod
     def update(self) -> None:
         """Updates the weights."""
-
-
-class Wrapped(Trainable):
-    """A module that communicates in its backward pass, or not at all, and an optimizer: DDP, FSDP2, ZeRO."""
-
-    def __init__(
-        self, name: str, model: BenchModel, module: nn.Module, limit: str, optimizer: Optimizer | None = None
-    ) -> None:
-        super().__init__(name, model, module)
-        self.limit = limit
-        self.optimizer = optimizer or self.optimizer
-
-    def update(self) -> None:
         self.optimizer.step()
 
 
@@ -123,9 +114,8 @@ class MethodCandidate(Trainable):
     """A method that synchronizes what a training loop computes, as it has ``declared``."""
 
     def __init__(self, model: BenchModel, method: Callable[..., Any], declared: BenchCandidate) -> None:
-        super().__init__(declared.name, model, model.module)
-        self.declared, self.limit = declared, declared.limit
-        self.segments, self.period = declared.segments, declared.period
+        super().__init__(declared.name, model, model.module, declared.limit)
+        self.declared, self.segments, self.period = declared, declared.segments, declared.period
         self.sync = method(model.module, self.optimizer, declared.config)
         self.transport = self.sync.transport
         self.compression = compression_of(declared.codec, self.transport.world_size)
@@ -268,20 +258,20 @@ def ddp_name(bucket_mb: float) -> str:
     return f"DDP, {bucket_mb:g} MiB"
 
 
-def without_communication(model: BenchModel) -> Wrapped:
+def without_communication(model: BenchModel) -> Trainable:
     """Each rank trains by itself: the time of computation alone, the limit of all methods."""
-    return Wrapped(ALONE, model, model.module, "compute")
+    return Trainable(ALONE, model, model.module, "compute")
 
 
-def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
+def ddp(model: BenchModel, bucket_mb: float) -> Trainable:
     """``DistributedDataParallel``, which hides the all-reduce under backward."""
-    return Wrapped(ddp_name(bucket_mb), model, in_ddp(model.module, bucket_mb), "baseline")
+    return Trainable(ddp_name(bucket_mb), model, in_ddp(model.module, bucket_mb), "baseline")
 
 
-def fsdp2(model: BenchModel, reshard: bool = False) -> Wrapped:
+def fsdp2(model: BenchModel, reshard: bool = False) -> Trainable:
     """FSDP2: reduce-scatter and all-gather, as in DeAR; with ``reshard`` one more all-gather, before backward."""
     mesh = init_device_mesh(device_of(model.module).type, (dist.get_world_size(),))
-    return Wrapped(
+    return Trainable(
         "FSDP2, resharded" if reshard else "FSDP2", model, sharded(model, mesh, reshard).module, "two_halves"
     )
 
@@ -294,16 +284,16 @@ def sharded(model: BenchModel, mesh: DeviceMesh, reshard: bool = False) -> Bench
     return model
 
 
-def hsdp(model: BenchModel) -> Wrapped:
+def hsdp(model: BenchModel) -> Trainable:
     """A model that FSDP2 has sharded along both dimensions: what methods between replicas are compared with."""
-    return Wrapped(HSDP, model, model.module, "baseline")
+    return Trainable(HSDP, model, model.module, "baseline")
 
 
-def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
+def zero(model: BenchModel, bucket_mb: float) -> Trainable:
     """DDP with ``ZeroRedundancyOptimizer``: each rank updates its part, and broadcasts it."""
     module = in_ddp(model.module, bucket_mb)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
-    return Wrapped("DDP + ZeRO-1", model, module, "baseline", optimizer)
+    return Trainable("DDP + ZeRO-1", model, module, "baseline", optimizer)
 
 
 #: By name what this package's methods are compared with: a function of the bucket sizes in MiB.

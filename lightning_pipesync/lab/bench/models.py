@@ -213,20 +213,14 @@ def build_model(
                 f"scale={scale!r}, forward_seconds={forward_seconds!r} and backward_seconds={backward_seconds!r} are "
                 f"settings of emulated models: {name} has its true size, and takes the time that it needs."
             )
-        if batch_size is None:
-            return _REAL[name]()
-        if batch_size < 1:
+        if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size!r}.")
-        return _REAL[name](batch_size)
+        return _REAL[name]() if batch_size is None else _REAL[name](batch_size)
     if batch_size is not None:
         raise ValueError(f"batch_size={batch_size!r}: {name} has none; set its forward_seconds and backward_seconds.")
-    module = EmulatedModel(
-        TABLES[name.removeprefix(EMULATED)](),
-        scale,
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
-    )
-    return _emulated(name, module)
+    table = TABLES[name.removeprefix(EMULATED)]()
+    compute = {"forward_seconds": forward_seconds, "backward_seconds": backward_seconds}
+    return _emulated(name, EmulatedModel(table, scale, **compute))
 
 
 def stand_in(model: nn.Module, scale: float = 0.0) -> BenchModel:

@@ -21,7 +21,7 @@ from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import Profile
 
 if TYPE_CHECKING:
-    from lightning_pipesync.lab.bench.candidates import Wrapped
+    from lightning_pipesync.lab.bench.candidates import Trainable
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class StepRecorder:
             self._note(self._step.needed, parameter)
 
 
-def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
+def profile_step(candidate: Trainable, rounds: int = 5) -> Profile:
     """Measures the parts of a step without communication on this rank: medians over several steps.
 
     What is between the parts counts as update.

@@ -64,11 +64,12 @@ def remove_leftovers() -> None:
             remove(name)
 
 
-def add_switches(switch: str, racks: int, uplink: int | None) -> None:
-    """Adds a bridge for each rack in the namespace ``switch``, and joins several by a core bridge.
+def connect_hosts(switch: str, racks: int, uplink: int | None, hosts: Sequence[tuple[str, int, int]]) -> None:
+    """Adds a bridge for each rack in the namespace ``switch``, joins several by a core bridge, and connects the hosts.
 
-    ``uplink`` is the bits per second between a rack and the core, each way; None with a single rack. RuntimeError if
-    the kernel lacks bridges, veth pairs or the token bucket.
+    ``uplink`` is the bits per second between a rack and the core, each way; None with a single rack. ``hosts`` has the
+    namespace of each, the bits per second of its link in the direction to it, and the number of its rack. RuntimeError
+    if the kernel lacks bridges, veth pairs or the token bucket.
     """
     with _inside(switch), IPRoute() as route:
         bridges = [_add_bridge(route, f"rack{rack}") for rack in range(racks)]
@@ -78,18 +79,9 @@ def add_switches(switch: str, racks: int, uplink: int | None) -> None:
                 _add_veth_pair(route, f"up{rack}", f"down{rack}", switch)
                 _shape(route, f"up{rack}", uplink, master=bridge)
                 _shape(route, f"down{rack}", uplink, master=core)
-
-
-def connect_hosts(switch: str, hosts: Sequence[tuple[str, int, int]]) -> None:
-    """Connects hosts to the bridges of their racks.
-
-    ``hosts`` has the namespace of each, the bits per second of its link in the direction to it, and the number of its
-    rack. RuntimeError if the kernel lacks veth pairs or the token bucket.
-    """
-    with _inside(switch), IPRoute() as route:
         for number, (namespace, rate, rack) in enumerate(hosts):
             _add_veth_pair(route, f"host{number}", INTERFACE, namespace)
-            _shape(route, f"host{number}", rate, master=_index(route, f"rack{rack}"))
+            _shape(route, f"host{number}", rate, master=bridges[rack])
 
 
 def set_up_host(namespace: str, rate: int, address: str, prefix: int) -> None:

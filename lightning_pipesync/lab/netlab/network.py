@@ -161,8 +161,8 @@ class Network:
         if self._is_forwarded:
             self._start_forwarder(racks)
         else:
-            kernel.add_switches(switch, self.racks, self._uplink)
-            kernel.connect_hosts(switch, [*zip(map(self.namespace, numbers), self.rates, racks, strict=True)])
+            hosts = [*zip(map(self.namespace, numbers), self.rates, racks, strict=True)]
+            kernel.connect_hosts(switch, self.racks, self._uplink, hosts)
         for host in numbers:
             kernel.set_up_host(self.namespace(host), self.up_rates[host], self.address(host), _SUBNET.prefixlen)
 

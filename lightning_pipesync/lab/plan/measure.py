@@ -115,8 +115,7 @@ def plan_for(
             *(outliers(links, names) if links is not None else ()),
             *several_connections(cluster.bandwidth, cluster.ranks_per_replica),
             *slow_ranks(everyones, names, baseline.seconds),
-            *_other_network(cluster),
-            *_idle_gpu(device),
+            *_other_devices(cluster, device),
         ],
         "links": None if links is None else asdict(links),
         "predictions": [asdict(one) for one in predictions],
@@ -155,19 +154,15 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
     return gathered(measured)[0]  # the same predictions on all ranks
 
 
-def _other_network(cluster: Cluster) -> list[str]:
-    if (bandwidth := cluster.other_bandwidth) is None:
-        return []
-    return [
-        f"The backend's all-reduce carries {rate(cluster.ranks_per_replica * bandwidth)}, where plain TCP has "
-        f"{rate(cluster.host_bandwidth)}: it has another network. With --from, --rate is that of this network."
-    ]
-
-
-def _idle_gpu(device: torch.device | str) -> list[str]:
-    if torch.device(device).type == "cuda" or not torch.cuda.is_available():
-        return []
-    return ["There is a GPU, and this plan is for processors: add --device cuda for a plan over NCCL."]
+def _other_devices(cluster: Cluster, device: torch.device) -> Iterator[str]:
+    """Yields what the plan is not for: another network of the backend, and a GPU."""
+    if (bandwidth := cluster.other_bandwidth) is not None:
+        yield (
+            f"The backend's all-reduce carries {rate(cluster.ranks_per_replica * bandwidth)}, where plain TCP has "
+            f"{rate(cluster.host_bandwidth)}: it has another network. With --from, --rate is that of this network."
+        )
+    if device.type != "cuda" and torch.cuda.is_available():
+        yield "There is a GPU, and this plan is for processors: add --device cuda for a plan over NCCL."
 
 
 def codec_speed(name: str, device: torch.device | str) -> float:

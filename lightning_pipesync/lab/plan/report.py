@@ -216,8 +216,11 @@ def _in_python(one: Prediction) -> str:
         settings = {"bucket_cap_mb": one.settings["bucket_mb"]}
     else:
         package, strategy = "lightning_pipesync", f"{METHODS[one.method].__name__}Strategy"
-    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return f"{INDENT}from {package} import {strategy}\n" + code(f"Trainer(strategy={strategy}(", arguments, "))")
+    return f"{INDENT}from {package} import {strategy}\n" + code(f"Trainer(strategy={strategy}(", _typed(settings), "))")
+
+
+def _typed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 def _between_replicas(one: Prediction, ranks_per_replica: int) -> str:
@@ -225,8 +228,7 @@ def _between_replicas(one: Prediction, ranks_per_replica: int) -> str:
     if is_baseline(one):
         return f"{INDENT}fully_shard(model, mesh=mesh)  # of two dimensions; each layer before\n"
     method = METHODS[one.method].__name__
-    arguments = ", ".join(f"{name}={value!r}" for name, value in one.settings.items())
-    arguments = ", ".join(filter(None, ["model, optimizer", 'replicas=mesh["replicas"]', arguments]))
+    arguments = ", ".join(filter(None, ["model, optimizer", 'replicas=mesh["replicas"]', _typed(one.settings)]))
     return (
         f"{INDENT}from lightning_pipesync import {method}\n"
         f'{INDENT}fully_shard(model, mesh=mesh["shards"])  # each layer before\n'
