@@ -53,11 +53,11 @@ def time_round_robin(
     for round_ in range(rounds + 1):
         for i, (name, operation) in enumerate(operations.items()):
             before(name)
-            _finish_work()
+            finish_work()
             dist.barrier()
             start, processor_start = time.perf_counter(), time.process_time()
             operation()
-            _finish_work()
+            finish_work()
             seconds[i, round_] = time.perf_counter() - start
             processor_seconds[i, round_] = time.process_time() - processor_start
             after(name)
@@ -75,7 +75,7 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _finish_work() -> None:
+def finish_work() -> None:
     """Waits for the work that a GPU has been given."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

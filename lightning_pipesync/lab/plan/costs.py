@@ -20,6 +20,7 @@ from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cluster import BackendCost, MeasuredCost
 from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth, receive
 from lightning_pipesync.lab.bench.candidates import lab_of, sgd
+from lightning_pipesync.lab.bench.timing import finish_work
 from lightning_pipesync.lab.plan.model import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.lab.plan.trials import TIMEOUT_S, gathered
@@ -41,6 +42,18 @@ GLOO_RING_UP_TO = 16
 
 #: Of a method's exchange: steps of a measurement, and how many of the largest sizes.
 STEPS, NUM_SIZES_OF_EXCHANGES = 3, 3
+
+#: A link is slow with less than this share of the usual bandwidth.
+SLOW = 0.7
+
+#: A transfer takes about so many seconds, and has from so many to so many bytes.
+TRANSFER_S, LEAST_TRANSFER, MOST_TRANSFER = 0.2, MIB, 16 * MIB
+
+#: Exchanges of one byte.
+PINGS = 5
+
+#: Connections that are tried beside a single one, and how many times as much they have to reach to be worth it.
+CONNECTIONS, WORTH = 4, 1.3
 
 
 class Waitable(Protocol):
@@ -142,30 +155,12 @@ def _seconds(step: Callable[[], object], weights: nn.Parameter) -> float:
     gradient = torch.zeros_like(weights)
     for taken in range(STEPS + 1):
         if taken == 1:
-            _finish(weights)
+            finish_work()
             begin = time.perf_counter()
         weights.grad = gradient
         step()
-    _finish(weights)
+    finish_work()
     return time.perf_counter() - begin
-
-
-def _finish(weights: nn.Parameter) -> None:
-    if weights.is_cuda:
-        torch.cuda.synchronize(weights.device)
-
-
-#: A link is slow with less than this share of the usual bandwidth.
-SLOW = 0.7
-
-#: A transfer takes about so many seconds, and has from so many to so many bytes.
-TRANSFER_S, LEAST_TRANSFER, MOST_TRANSFER = 0.2, MIB, 16 * MIB
-
-#: Exchanges of one byte.
-PINGS = 5
-
-#: Connections that are tried beside a single one, and how many times as much they have to reach to be worth it.
-CONNECTIONS, WORTH = 4, 1.3
 
 
 @dataclass(frozen=True)
@@ -205,9 +200,7 @@ def measure_links(bandwidth: float) -> Links:
                 raise RuntimeError(
                     f"Rank {rank} does not reach rank {partner}, at {sockets.addresses[partner]}: {error}."
                 ) from error
-    gathered: list[tuple[list[float], list[float]]] = [([], [])] * world_size
-    dist.all_gather_object(gathered, (speeds, delays))
-    return Links([speeds for speeds, _ in gathered], [delays for _, delays in gathered])
+    return Links(gathered(speeds), gathered(delays))
 
 
 def partners(rank: int, world_size: int) -> list[int | None]:
