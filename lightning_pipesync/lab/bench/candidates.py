@@ -316,8 +316,6 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any)
     A method is ``NAME`` or ``NAME:SETTING=VALUE,...``; ``arguments`` are further ones of each. Calling a factory is
     collective. ValueError if a method or a setting is unknown.
     """
-    if not methods:
-        raise ValueError("methods must name something to compare.")
     makers: list[MakeCandidate] = []
     for text in methods:
         name, preset, chosen = split_method(text)

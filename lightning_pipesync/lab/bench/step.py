@@ -61,7 +61,8 @@ class StepBenchmark(Benchmark):
             raise ValueError(f"model={self.model!r} is not known; there are {', '.join(model_names())}.")
         self._check_positive("scale", "steps")
         self._check_all_positive("bucket_mb", self.bucket_mb, "numbers of MiB")
-        makers(self.methods, self.bucket_mb)  # raises if one is unknown
+        if not makers(self.methods, self.bucket_mb):  # which raises if one is unknown
+            raise ValueError("methods must name something to compare.")
         super().__post_init__()
 
     def emulated_builder(self, ratio: float, bandwidth: float) -> Callable[[], BenchModel]:
