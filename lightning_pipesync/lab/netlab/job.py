@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -271,12 +272,8 @@ class _Job:
 
 def _fill_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replaces ``{name}`` in the words of a command, for each value's name."""
-    filled = []
-    for word in command:
-        for name, value in values.items():
-            word = word.replace(f"{{{name}}}", value)
-        filled.append(word)
-    return filled
+    names = re.compile("{(" + "|".join(values) + ")}")
+    return [names.sub(lambda found: values[found[1]], word) for word in command]
 
 
 def prefixed(num_hosts: int) -> Output:
