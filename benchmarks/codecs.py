@@ -15,8 +15,8 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.feedback import encode_with_feedback
 from lightning_pipesync.lab.bench.benchmark import Command
-from lightning_pipesync.lab.bench.round_robin import timed
 from lightning_pipesync.lab.bench.tables import environment, table
+from lightning_pipesync.lab.bench.timing import timed
 
 NAMES = ("none", "bf16", "fp16", "truncate16", "fp8", "int8", "int4", "topk", "chunked_topk")
 OPERATIONS = ("encode", "decode", "decode_add", "feedback")

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from benchmarks import command, converge_report
 from benchmarks.learners import host_speed_report
 from benchmarks.learners.host_speed import HostSpeeds, Passes
+from benchmarks.named_settings import parse_named
 from benchmarks.tasks import (
     EVALUATED_ON,
     TASKS,
@@ -31,9 +32,8 @@ from benchmarks.tasks import (
     evaluations,
 )
 from benchmarks.training import Training, compared_trainings, config_types
-from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.job import launched
-from lightning_pipesync.lab.bench.named_settings import parse_named, split_method
+from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress, launched
+from lightning_pipesync.lab.bench.named_settings import split_method
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     torch.manual_seed(seed)  # the same weights with any method
     training = parse_method(method)(task)
     torch.manual_seed(1000 * seed + dist.get_rank())
-    training.candidate.run_passes = Passes(settings.host_speeds.seconds_of(dist.get_rank(), seed)).run
+    training.run_passes = Passes(settings.host_speeds.seconds_of(dist.get_rank(), seed)).run
     # The same number of steps for every method: with data injection a step uses fewer of the rank's own samples.
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
     num_steps = min(num_steps, settings.steps or num_steps)
@@ -200,7 +200,7 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     for point in points_of(training, seed, num_steps, settings.evaluations):
         points.append(point)
         progress(f"{method}, seed {seed}: {point['quality']:.2f}")
-    result = {"method": method, "seed": seed, "lssr": training.candidate.lssr, "points": points}
+    result = {"method": method, "seed": seed, "lssr": training.lssr, "points": points}
     if counts := training.staleness:
         mean = sum(staleness * count for staleness, count in enumerate(counts)) / sum(counts)
         result |= {"staleness": mean, "staleness_counts": counts}

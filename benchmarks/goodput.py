@@ -17,10 +17,11 @@ from benchmarks import command
 from benchmarks.churn.job import Job, Ranks, Replicas
 from benchmarks.churn.log import Line, progress, read, rounds_of, steps_at
 from benchmarks.churn.replica import KINDS
+from benchmarks.intervals import number
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
-from lightning_pipesync.lab.bench.tables import environment, number, table
+from lightning_pipesync.lab.bench.tables import environment, table
 from lightning_pipesync.launch.lighthouse import Lighthouse
 
 #: Seconds between two looks at what has ended.

@@ -13,14 +13,16 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks import command
+from benchmarks.hsdp import ReplicasBenchmark
 from benchmarks.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.benchmark import Progress
+from lightning_pipesync.lab.bench.candidates import HSDP, MakeCandidate
 from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, model_names
 from lightning_pipesync.lab.bench.pictures import picture
-from lightning_pipesync.lab.bench.replicas import HSDP, MakeCandidate, ReplicasBenchmark, device_mesh
 from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.lab.bench.tables import table_of
+from lightning_pipesync.lab.plan.model import device_mesh
 
 
 @dataclass(frozen=True, kw_only=True)

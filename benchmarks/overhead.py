@@ -18,8 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks import command
 from lightning_pipesync import PipeSGD, SelSync
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.round_robin import timed
 from lightning_pipesync.lab.bench.tables import table_of
+from lightning_pipesync.lab.bench.timing import timed
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.01, momentum=0.9),

@@ -23,12 +23,12 @@ from torch.optim import SGD, Optimizer
 from benchmarks import command
 from benchmarks.churn.emulated_replica import build, take_steps
 from benchmarks.churn.torchft_diloco import diloco
+from benchmarks.intervals import number
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.extras import check_extra
-from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
-from lightning_pipesync.lab.bench.job import launched
-from lightning_pipesync.lab.bench.tables import environment, number, table
+from lightning_pipesync.lab.bench.benchmark import Command, launched, progress_bar
+from lightning_pipesync.lab.bench.tables import environment, table
 from lightning_pipesync.launch.lighthouse import Lighthouse
 
 #: Seconds that a replica waits for the others.

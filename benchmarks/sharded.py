@@ -11,16 +11,17 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks import command
+from benchmarks.hsdp import ALONE, ReplicasBenchmark
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
-from lightning_pipesync.lab.bench.candidate import time_candidates
+from lightning_pipesync.lab.bench.candidates import HSDP, time_candidates
 from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, computation_seconds, model_names
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
-from lightning_pipesync.lab.bench.replicas import ALONE, HSDP, ReplicasBenchmark, device_mesh
-from lightning_pipesync.lab.bench.round_robin import median_and_quartiles
 from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.lab.bench.tables import table_of
+from lightning_pipesync.lab.bench.timing import median_and_quartiles
+from lightning_pipesync.lab.plan.model import device_mesh
 
 
 @dataclass(frozen=True, kw_only=True)

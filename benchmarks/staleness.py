@@ -19,6 +19,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adagrad, Optimizer
 
 from benchmarks import command
+from benchmarks.intervals import interval_of
 from benchmarks.learners import staleness_report
 from benchmarks.learners.host_speed import HostSpeeds
 from benchmarks.learners.served_trainings import Pass, ServedTrainings
@@ -28,7 +29,7 @@ from benchmarks.pipelines.vectorized import Dense
 from benchmarks.tasks import Task, build_task, evaluations
 from lightning_pipesync.lab.bench.benchmark import Command, progress_bar
 from lightning_pipesync.lab.bench.named_settings import parse_settings
-from lightning_pipesync.lab.bench.tables import environment, interval_of
+from lightning_pipesync.lab.bench.tables import environment
 from lightning_pipesync.methods.servers import ParameterServerConfig
 from lightning_pipesync.methods.servers.messages import Update
 

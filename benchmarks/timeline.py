@@ -19,15 +19,15 @@ from torch.futures import Future
 
 import benchmarks.baselines  # noqa: F401 - adds to what can be drawn
 from benchmarks import command
+from benchmarks.parts import OF_PARTS, draw_span
 from lightning_pipesync.core.comm.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
-from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.candidates import Wrapped, makers
+from lightning_pipesync.lab.bench.candidates import Candidate, Trainable, makers
 from lightning_pipesync.lab.bench.models import EMULATED
-from lightning_pipesync.lab.bench.pictures import OF_PARTS, draw_span, picture
+from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.step import StepBenchmark
 from lightning_pipesync.lab.bench.tables import table
 
@@ -66,7 +66,7 @@ class Recorder:
         if candidate.transport is not None:
             for name in ("reduce_scatter", "all_gather", "all_reduce"):
                 self._watch_operation(candidate.transport, name)
-        elif isinstance(candidate, Wrapped) and isinstance(candidate.module, nn.parallel.DistributedDataParallel):
+        elif isinstance(candidate, Trainable) and isinstance(candidate.module, nn.parallel.DistributedDataParallel):
             candidate.module.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
 
     def end_step(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, cast
@@ -15,14 +15,23 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.baselines.power_sgd import DDPConfig, DDPWithPowerSGD, PowerSGDConfig
 from benchmarks.tasks import Task
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.work_queue import WorkQueueBatches
-from lightning_pipesync.lab.bench.candidate import Trainable
-from lightning_pipesync.lab.bench.candidates import ddp, without_communication
-from lightning_pipesync.lab.bench.method_candidate import MethodCandidate, lab_of
+from lightning_pipesync.lab.bench.candidates import (
+    ALONE,
+    MethodCandidate,
+    RunPasses,
+    Trainable,
+    ddp,
+    forward_and_backward,
+    lab_of,
+    without_communication,
+)
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.training.registry import METHODS
 
 
@@ -61,7 +70,9 @@ class Training:
         self.task = task
         model = BenchModel(task.name, task.build_module_there(), [], lambda rank: None, task.loss, task.optimizer)
         self.candidate = _candidate(task, model, name, config)
-        self.candidate.max_norm = task.max_norm
+        self.run_passes: RunPasses = forward_and_backward
+        self.candidate.run_passes = self._run_passes
+        self._num_steps = 0
         self.own_pace = isinstance(self.candidate, MethodCandidate) and self.candidate.declared.own_pace
 
     @property
@@ -87,15 +98,33 @@ class Training:
     def step(self, batch: Any) -> None:
         """Takes one training step."""
         self.candidate.step(self.task.batch_there(batch))
+        self._num_steps += 1
 
-    def consolidated(self) -> AbstractContextManager[nn.Module]:
-        """Within it, the module has the consolidated weights; a collective call."""
-        return self.candidate.consolidated()
+    @contextmanager
+    def consolidated(self) -> Iterator[nn.Module]:
+        """Yields the module with the consolidated weights; a collective call."""
+        if not isinstance(self.candidate, MethodCandidate):
+            yield self.module
+            return
+        self.candidate.sync.flush()
+        yield self.module
+        self.candidate.sync.resume()
 
     @property
     def mib_sent(self) -> float:
-        """MiB that this rank has sent so far."""
-        return self.candidate.mib_sent
+        """MiB that this rank has sent so far; of DDP, which does not count, the least of its all-reduces."""
+        if isinstance(self.candidate, MethodCandidate):
+            return cast(float, self.candidate.sync.metrics()["mib_sent"])
+        if mib_after := getattr(self.candidate, "mib_after", None):
+            return cast(float, mib_after(self._num_steps))
+        return (1 - (self.lssr or 0.0)) * least_mib(gradient_bytes(self.candidate.model) * self._num_steps)
+
+    @property
+    def lssr(self) -> float | None:
+        """The share of local steps (SelSync, Eq. 4); None if it is not defined."""
+        if isinstance(self.candidate, MethodCandidate):
+            return cast("float | None", self.candidate.sync.metrics().get("lssr"))
+        return float(self.candidate.name == ALONE)
 
     @property
     def staleness(self) -> list[int] | None:
@@ -142,6 +171,16 @@ class Training:
         """Ends threads and process groups."""
         self.candidate.close()
 
+    def _run_passes(self, forward: Callable[[], Tensor], check: Callable[[], object]) -> Any:
+        """Runs forward and backward pass, and clips the gradient."""
+        loss = self.run_passes(forward, check)
+        if self.task.max_norm is not None:
+            if isinstance(self.candidate, MethodCandidate):
+                self.candidate.sync.clip(self.task.max_norm)
+            else:
+                nn.utils.clip_grad_norm_(self.candidate.module.parameters(), self.task.max_norm)
+        return loss
+
     def _sampler(self, seed: int) -> DistributedSampler[Any]:
         if self.task.labels is None or self.task.labels_per_worker is None:
             return DistributedSampler(self.task.train_set, seed=seed)
@@ -168,6 +207,11 @@ def _candidate(task: Task, model: BenchModel, name: str, config: Any) -> Trainab
         return make(model, config)
     divided_data = task.labels_per_worker is not None
     return MethodCandidate(model, METHODS[name], lab_of(name).training(config, dist.get_world_size(), divided_data))
+
+
+def least_mib(num_bytes: float) -> float:
+    """Returns the least MiB that a rank sends in an all-reduce of so many bytes, those of a ring."""
+    return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * num_bytes / MIB
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pkgutil import resolve_name
 from typing import Any
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
         if emulates(arguments) and "RANK" not in os.environ:  # a launcher's ranks would lose their hosts' network
-            from lightning_pipesync.lab.netlab.user_namespace import enter_user_namespace
+            from lightning_pipesync.lab.netlab.network import enter_user_namespace
 
             enter_user_namespace()
     return exit_status(lambda: _run(list(arguments)))
@@ -194,7 +194,7 @@ def _check_packages(words: Sequence[str]) -> None:
 
 
 def _for_parser(words: list[str], components: Any) -> list[str]:
-    """Writes the command after ``--``, and options that may be given again, as the parser takes them."""
+    """Writes the options of a subcommand, and the command after ``--``, as the parser takes them."""
     options, command = words, None
     if words[:1] == ["launch"]:
         given, command = split_command(words[1:])
@@ -202,33 +202,44 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
     elif "--" in words:
         cut = words.index("--")
         options, command = words[:cut], words[cut + 1 :]
+    if options[:1] == ["netlab"]:
+        _check_dashes(options)
     if options[:1] == ["plan"]:
         options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
-        followed = zip(options, [*options, ""][1:], strict=False)
-        options = [
-            "--json=true" if word == "--json" and after not in ("true", "false") else word for word, after in followed
-        ]
-    if options[:1] == ["bench"] and options[1:2] and not options[1].startswith("-"):
-        options = with_lists(options, components["bench"][options[1]])
-    options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]
+    component = components
+    for word in takewhile(lambda word: not word.startswith("-"), options):
+        component = component[word] if isinstance(component, dict) else component
+    if not isinstance(component, dict):
+        options = with_lists(options, component)
     return options if command is None else [*options, "--command", json.dumps(command)]
 
 
-def with_lists(options: list[str], component: Any) -> list[str]:
-    """Writes options of a component that take several values as the parser takes them.
+def _check_dashes(options: list[str]) -> None:
+    """Raises ValueError if there is a word that is neither an option nor its value: the begin of the user's command."""
+    for number, (before, word) in enumerate(pairwise(options), 1):
+        if not word.startswith("-") and (not before.startswith("-") or "=" in before):
+            command = " ".join(options[number:])
+            raise ValueError(f"{word!r} is no option: write the command after two dashes, as in -- {command}")
 
-    ``--hosts 2 4`` of a tuple becomes ``--hosts [2,4]``. An option of a list may be given again: it gets a plus.
+
+def with_lists(options: list[str], component: Any) -> list[str]:
+    """Writes options of a component as the parser takes them.
+
+    ``--hosts 2 4`` of a tuple becomes ``--hosts [2,4]``. An option of a list or sequence may be given again: it gets a
+    plus. A bool without a value is true.
     """
-    types = {name: str(option.annotation) for name, option in inspect.signature(component).parameters.items()}
-    several = {f"--{name}" for name, annotation in types.items() if annotation.startswith("tuple")}
-    again = {f"--{name}" for name, annotation in types.items() if annotation.startswith("list")}
+    types = {f"--{name}": str(one.annotation) for name, one in inspect.signature(component).parameters.items()}
     starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
     written: list[str] = []
     for start, end in zip(starts, [*starts, len(options)][1:], strict=True):
         name, *values = options[start:end]
-        if name in several and values and not values[0].startswith("["):
+        option, equals, value = name.partition("=")
+        annotation = types.get(option, "")
+        if annotation.startswith("tuple") and values and not values[0].startswith("["):
             quoted = (json.dumps(value) if re.search("[,:]", value) else value for value in values)
             values = [f"[{','.join(quoted)}]"]
-        option, equals, value = name.partition("=")
-        written += [f"{option}+{equals}{value}" if option in again else name, *values]
+        if annotation == "bool" and not equals and not values:
+            values = ["true"]
+        again = annotation.startswith(("list", "Sequence"))
+        written += [f"{option}+{equals}{value}" if again else name, *values]
     return written

@@ -57,14 +57,14 @@ def nothing_left_behind() -> Iterator[None]:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a benchmark on this machine are forked: starting them anew takes longer than what they measure."""
     # Imported here, as the process that only hands out the tests needs neither.
-    from lightning_pipesync.lab.bench import job, worker
+    from lightning_pipesync.lab.bench import benchmark
     from tests.support.harness import on_ranks
 
     def run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
-        on_ranks(worker.main, num_ranks, *command[3:], init=False)  # after python -m MODULE
+        on_ranks(benchmark.main, num_ranks, *command[3:], init=False)  # after python -m MODULE
         return 0
 
-    monkeypatch.setattr(job, "_run_here", run_here)
+    monkeypatch.setattr(benchmark, "_run_here", run_here)
 
 
 @pytest.fixture(scope="module")

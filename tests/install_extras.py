@@ -130,10 +130,8 @@ assert main("plan --hosts 2 --model cnn --rounds 0 --output plan".split()) == 0
     "bench": """
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench.models import build_model
-from lightning_pipesync.lab.bench.tables import interval_of
 
 build_model("resnet50")
-interval_of([1.0, 2.0, 3.0])
 assert main("bench step --hosts 2 --model cnn --methods ddp dear --steps 2 --rounds 1 --output bench".split()) == 0
 """,
     "all": """

@@ -14,8 +14,7 @@ from benchmarks.baselines.horovod import Horovod, TunedHorovod
 from benchmarks.baselines.networks import densenet201, inceptionv4
 from benchmarks.baselines.power_sgd import DDPWithPowerSGD, PowerSGDConfig
 from benchmarks.baselines.servers import ParameterServerBaseline
-from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
-from lightning_pipesync.lab.bench.method_candidate import MakeCandidate
+from lightning_pipesync.lab.bench.candidates import ALTERNATIVES, MakeCandidate
 from lightning_pipesync.lab.bench.models import TABLES, BenchModel
 
 

@@ -23,7 +23,7 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.comm_queue import Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.parameters import hook_gradient, modules_with_parameters
-from lightning_pipesync.lab.bench.candidate import sgd
+from lightning_pipesync.lab.bench.candidates import sgd
 from lightning_pipesync.lab.bench.models import BenchModel
 
 

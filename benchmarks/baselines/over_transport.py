@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import collect_parameters
-from lightning_pipesync.lab.bench.candidate import Candidate, sgd
+from lightning_pipesync.lab.bench.candidates import Candidate, sgd
 from lightning_pipesync.lab.bench.models import BenchModel
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.candidates import Wrapped
+from benchmarks.training import least_mib
+from lightning_pipesync.lab.bench.candidates import Trainable
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.step import gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PowerSGDConfig(DDPConfig):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {getattr(self, name)!r}.")
 
 
-class DDPWithPowerSGD(Wrapped):
+class DDPWithPowerSGD(Trainable):
     """PowerSGD with error feedback and warm start, of every gradient whose factors are smaller."""
 
     def __init__(self, model: BenchModel, config: PowerSGDConfig) -> None:
@@ -52,13 +52,12 @@ class DDPWithPowerSGD(Wrapped):
         super().__init__(f"DDP, PowerSGD of rank {config.rank}", model, module, "baseline")
         self._config = config
 
-    @property
-    def mib_sent(self) -> float:
-        """The least MiB of all-reduces of the factors and of the other gradients, those of a ring."""
-        share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-        uncompressed = min(self._num_steps, self._config.start)
-        compressed = (self._num_steps - uncompressed) * self._compressed_bytes
-        return share * (uncompressed * self._num_bytes + compressed) / MIB
+    def mib_after(self, num_steps: int) -> float:
+        """Returns the least MiB of all-reduces of the factors and of the other gradients, those of a ring."""
+        uncompressed = min(num_steps, self._config.start)
+        return least_mib(
+            uncompressed * gradient_bytes(self.model) + (num_steps - uncompressed) * self._compressed_bytes
+        )
 
     @property
     def _compressed_bytes(self) -> int:

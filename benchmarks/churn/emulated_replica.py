@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.models.emulated import EmulatedModel
-from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable, TensorSpec
+from lightning_pipesync.lab.bench.emulated import EmulatedModel, LayerSpec, ModelTable
 
 #: The model's layers, all of the same size.
 LAYERS = 6
@@ -19,9 +18,7 @@ def build(mib: float, step_s: float) -> EmulatedModel:
     """Returns a model with ``mib`` MiB of fp32 parameters, of which a step computes for ``step_s`` seconds."""
     table = ModelTable("replica")
     shape = (max(1, round(mib * MIB / 4 / LAYERS)),)
-    table.layers += [
-        LayerSpec(f"layer{number}", f"layer{number}", (TensorSpec("weight", shape),), 1) for number in range(LAYERS)
-    ]
+    table.layers += [LayerSpec(f"layer{number}", f"layer{number}", {"weight": shape}, 1) for number in range(LAYERS)]
     return EmulatedModel(table, forward_seconds=step_s / 3, backward_seconds=step_s * 2 / 3)
 
 

@@ -9,11 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.converge_report import COLUMNS, baseline_of, by_method, curves_of, rows_of, title_of
+from benchmarks.intervals import number
 from benchmarks.learners.host_speed import HostSpeeds
 from benchmarks.learners.simulated_learners import gradients_per_second, together_per_second
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import look_of, looks_of, picture
-from lightning_pipesync.lab.bench.tables import number, table_of
+from lightning_pipesync.lab.bench.tables import table_of
 
 #: Panels in a row of the pictures.
 _COLUMNS = 3

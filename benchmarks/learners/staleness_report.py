@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from benchmarks.intervals import number, with_interval
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_and_line, picture
-from lightning_pipesync.lab.bench.tables import number, table, with_interval
+from lightning_pipesync.lab.bench.tables import table
 
 #: By title, labelled curves.
 Panels: TypeAlias = dict[str, list[tuple[str, Mapping[str, Any]]]]

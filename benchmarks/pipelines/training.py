@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from benchmarks.named_settings import parse_named
 from benchmarks.pipelines import layered
 from benchmarks.tasks import READ_TASKS, Task, build_task, check_choice, evaluations
 from lightning_pipesync.lab.bench.benchmark import Command
-from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 Error = TypeVar("Error")

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.tasks.task import Task
 from lightning_pipesync.core.extras import check_extra
-from lightning_pipesync.lab.bench.models.real import TransformerLM
+from lightning_pipesync.lab.bench.models import TransformerLM
 
 _CONTEXT, _LEARNING_RATE = 64, 3e-3
 #: Of the Llama.

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from lightning_pipesync.lab.bench.step import Step
-from lightning_pipesync.lab.netlab.network import check_requirements
-from lightning_pipesync.lab.netlab.user_namespace import enter_user_namespace
+from lightning_pipesync.lab.netlab.network import check_requirements, enter_user_namespace
 from tests.cuda.device import DEVICE, ON_GPU
 
 METHODS = ("ddp", "dear", "dear:compression=int4", "pipe_sgd:compression=int8", "local_sgd")

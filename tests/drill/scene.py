@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_pipesync.lab.netlab.network import Network
 from tests.drill import system
@@ -22,6 +22,9 @@ from tests.drill.jobs import STARTS_AGAIN_S, run_lighthouse
 from tests.drill.member import Member, run_launcher, run_rank
 from tests.drill.phases import UNWATCHED
 from tests.drill.subject import Subject, free_port
+
+if TYPE_CHECKING:
+    from tests.drill.links import Links
 
 #: Seconds after a subject's limit in which they are late, and do not count as hanging.
 LATE_S = 5.0
@@ -294,29 +297,29 @@ class Scene:
         self._lighthouse = fork(partial(run_lighthouse, self._meeting[1], host))
 
     def cut_link(self, number: int) -> None:
-        network, host = self._hosts, self.strikes[number].rank
-        network.cut(host)
-        if not network.is_connected(host):
+        links, host = self._links, self.strikes[number].rank
+        links.cut(host)
+        if not links.is_connected(host):
             self.prove(number, f"host {host} has no carrier")
 
     def mend_link(self, number: int) -> None:
-        network, host = self._hosts, self.strikes[number].rank
-        network.mend(host)
-        if not network.is_connected(host):
+        links, host = self._links, self.strikes[number].rank
+        links.mend(host)
+        if not links.is_connected(host):
             self.proofs.pop(number, None)
 
     def part_network(self, number: int) -> None:
-        self._hosts.part()
-        if self._hosts.is_parted():
+        self._links.part()
+        if self._links.is_parted():
             self.prove(number, "the link between both halves has no carrier")
 
     def lose_packets(self, number: int, seconds: float) -> None:
-        network, host = self._hosts, self.strikes[number].rank
-        network.lose_packets(host)
-        self.later(seconds, lambda: network.lose_no_packets(host))
+        links, host = self._links, self.strikes[number].rank
+        links.lose_packets(host)
+        self.later(seconds, lambda: links.lose_no_packets(host))
 
     def packets_lost(self, number: int) -> int:
-        return self._hosts.packets_lost(self.strikes[number].rank)
+        return self._links.packets_lost(self.strikes[number].rank)
 
     def mount_small_disk(self) -> None:
         system.mount_memory(self._disk, DISK_BYTES)
@@ -335,9 +338,11 @@ class Scene:
     # ----------------------------------------------------------------------------------------------------------------
 
     @property
-    def _hosts(self) -> Network:
+    def _links(self) -> Links:
+        from tests.drill.links import Links  # needs pyroute2
+
         assert self._network is not None
-        return self._network
+        return Links(self._network)
 
     @property
     def _disk(self) -> Path:

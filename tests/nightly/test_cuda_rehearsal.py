@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.lab.netlab.user_namespace import _UNSHARE, _WITH_OWN_RUN
+from lightning_pipesync.lab.netlab.network import IN_USER_NAMESPACE
 from tests.cuda.__main__ import STAGES
 from tests.support.harness import HANGS_S, default_signals
 
@@ -27,7 +27,7 @@ fcntl.ioctl(socket.socket(), set_flags, struct.pack("16sh", b"lo", up_and_runnin
 os.execv(sys.argv[1], sys.argv[1:])
 """
 #: In a namespace without a network, in which a network may be emulated.
-ALONE = ["unshare", "--net"] if os.geteuid() == 0 else [*_UNSHARE, *_WITH_OWN_RUN]
+ALONE = ["unshare", "--net"] if os.geteuid() == 0 else IN_USER_NAMESPACE
 #: Three minutes on two cores; more on a busy machine.
 SECONDS = 500
 #: Stages in which a CPU does nothing.

@@ -1,80 +1,277 @@
-"""The candidates of the benchmark of a training step: registered methods, and their alternatives."""
+"""What benchmarks compare: ways to train a model, by registered methods and by their alternatives, which are timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.cluster import compression_of
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import device_of
-from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Trainable
-from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, lab_of, method_candidates
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
+from lightning_pipesync.lab.bench.timing import Timed, time_round_robin
+from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry
 from lightning_pipesync.training.registry import METHODS
 
+#: Makes a candidate for a model; a collective call.
+MakeCandidate = Callable[[BenchModel], "Candidate"]
 
-class Wrapped(Trainable):
-    """A module that communicates in its backward pass, or not at all, and an optimizer: DDP, FSDP2, ZeRO."""
+#: Runs the passes of a step: called with what computes the loss, and with what raises if they are not needed.
+RunPasses = Callable[[Callable[[], Tensor], Callable[[], object]], Any]
+
+#: Every candidate trains with SGD, learning rate and momentum, unless its model has an optimizer.
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+
+#: The way out for methods that nobody has registered.
+OWN_METHODS = "For a method of yours: pipesync --import MODULE ..., which names the module that registers it."
+
+#: The name of the step without communication.
+ALONE = "no communication"
+
+#: The name of what methods between replicas in shards are compared with.
+HSDP = "FSDP2 on both (HSDP)"
+
+
+class Candidate(ABC):
+    """A way to train a model, the same on all ranks; its attributes are those of :class:`BenchCandidate`.
+
+    ``transport`` carries its communication; None: another library communicates.
+    """
+
+    limit = "compute"
+    compression = 1.0
+    segments: int | None = None
+    period = 1
+    transport: Transport | None = None
+
+    def __init__(self, name: str, model: BenchModel) -> None:
+        self.name, self.model = name, model
+        self.batch = model.make_batch(dist.get_rank())
+
+    @abstractmethod
+    def step(self) -> None:
+        """Takes one training step on the model's batch."""
+
+    def prepare(self) -> dict[str, Any] | None:
+        """Runs before all measurements; returns the result of a search, if there is one."""
+        return None
+
+    def begin(self) -> None:
+        """Takes steps until the operations in flight are those of the steady state."""
+        self.step()
+
+    def drain(self) -> None:  # noqa: B027 - most have nothing in flight between two steps
+        """Waits for the operations in flight after a step."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends threads and process groups."""
+
+
+class Trainable(Candidate):
+    """A module, the model's or a wrapper of it, and an optimizer: DDP, FSDP2, ZeRO, or without communication.
+
+    It trains on given batches, too.
+    """
 
     def __init__(
-        self,
-        name: str,
-        model: BenchModel,
-        module: nn.Module,
-        limit: str,
-        optimizer: Optimizer | None = None,
-        lssr: float = 0.0,
+        self, name: str, model: BenchModel, module: nn.Module, limit: str, optimizer: Optimizer | None = None
     ) -> None:
-        super().__init__(name, model, module)
-        self.limit, self._lssr = limit, lssr
-        self.optimizer = optimizer or self.optimizer
-        self._num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-        self._num_steps = 0
+        super().__init__(name, model)
+        self.module, self.limit = module, limit
+        self.run_passes: RunPasses = forward_and_backward
+        own = model.optimizer(model.module) if model.optimizer else sgd(module.parameters())
+        self.optimizer = optimizer or own
+
+    def step(self, batch: Any = None) -> None:
+        """Takes one training step on a batch, or on the model's."""
+        self.compute_gradient(batch)
+        self.update()
+
+    def compute_gradient(self, batch: Any = None, check: Callable[[], object] = lambda: None) -> Any:
+        """Runs forward and backward pass, and returns the loss; ``check`` raises if the passes are not needed."""
+        self.optimizer.zero_grad()
+        batch = self.batch if batch is None else batch
+        return self.run_passes(lambda: self.model.loss(self.module, batch), check)
 
     def update(self) -> None:
-        if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
+        """Updates the weights."""
         self.optimizer.step()
-        self._num_steps += 1
 
-    @property
-    def mib_sent(self) -> float:
-        """The least MiB of an all-reduce, those of a ring, of every gradient: DDP does not count."""
-        share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-        return (1 - self._lssr) * share * self._num_bytes * self._num_steps / MIB
 
-    @property
-    def lssr(self) -> float:
-        return self._lssr
+class MethodCandidate(Trainable):
+    """A method that synchronizes what a training loop computes, as it has ``declared``."""
+
+    def __init__(self, model: BenchModel, method: Callable[..., Any], declared: BenchCandidate) -> None:
+        super().__init__(declared.name, model, model.module, declared.limit)
+        self.declared, self.segments, self.period = declared, declared.segments, declared.period
+        self.sync = method(model.module, self.optimizer, declared.config)
+        self.transport = self.sync.transport
+        self.compression = compression_of(declared.codec, self.transport.world_size)
+        self._check_of_pass = declared.check_of_pass(self.sync)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= declared.lr_scale
+
+    def step(self, batch: Any = None) -> None:
+        self.declared.before_step(self.sync)
+        if (check := self._check_of_pass) is None:
+            super().step(batch)
+        else:
+            self.sync.step(lambda: self.optimizer.step(lambda: self.compute_gradient(batch, check)))
+
+    def update(self) -> None:
+        self.sync.step()
+
+    def prepare(self) -> dict[str, Any] | None:
+        return self.declared.prepare(self.sync, self.step)
+
+    def begin(self) -> None:
+        for _ in range(self.declared.warmup_steps):
+            self.step()
+
+    def drain(self) -> None:
+        self.declared.drain(self.sync)
+
+    def close(self) -> None:
+        self.sync.detach()
+
+
+class PipelineCandidate(Candidate):
+    """A pipeline of an ``nn.Sequential``, one stage per rank; a step is as many mini-batches as there are stages."""
+
+    def __init__(self, model: BenchModel, method: Callable[..., Any], declared: BenchCandidate) -> None:
+        super().__init__(declared.name, model)
+        self._pipeline = method(model.module, None, sgd, declared.config)
+        batches = [self.batch]
+        dist.broadcast_object_list(batches)  # the first stage uses the input, the last one the target
+        self.batch = batches[0]
+        self._inputs = inputs_of(model, self.batch)
+
+    def step(self) -> None:
+        for _ in range(self._pipeline.num_stages):
+            self._pipeline.feed(lambda: self._inputs, self._loss)
+            if self._pipeline.backward():
+                self._pipeline.step()
+
+    def begin(self) -> None:
+        for _ in range(3):  # until the steady state
+            self.step()
+
+    def drain(self) -> None:
+        self._pipeline.flush()
+
+    def close(self) -> None:
+        self._pipeline.detach()
+
+    def _loss(self, output: Any, part: Callable[[Any], Any]) -> Tensor:
+        module: Any = self.model.module
+        module.forward = lambda *_, **__: output  # it is there already
+        try:
+            return self.model.loss(module, self.batch)
+        finally:
+            del module.forward
+
+
+def lab_of(name: str) -> LabEntry:
+    """Returns what the laboratory knows of a registered method."""
+    method = METHODS[name]
+    return method.lab(method)
+
+
+def make_candidate(name: str, declared: BenchCandidate, **arguments: Any) -> MakeCandidate:
+    """Returns a factory of the candidate that a method declares, with further ``arguments`` of the method."""
+    method: Any = METHODS[name]
+    kind = PipelineCandidate if method.makes_passes else MethodCandidate
+    return partial(kind, method=partial(method, **arguments), declared=declared)
+
+
+def time_candidates(
+    candidates: Iterable[Candidate],
+    num_steps: int,
+    rounds: int,
+    progress: Callable[[str], object] = lambda name: None,
+    *,
+    whole_periods: bool = True,
+) -> dict[str, Timed]:
+    """Times a step of each candidate by name, in turns, and closes them; a collective call.
+
+    A measurement has ``num_steps`` steps, or with ``whole_periods`` as many periods of a candidate as that takes.
+    ``progress`` is called with the name of each that was measured.
+    """
+    by_name = {candidate.name: candidate for candidate in candidates}
+    periods = {name: made.period if whole_periods else 1 for name, made in by_name.items()}
+    steps = {name: -(-num_steps // period) * period for name, period in periods.items()}
+
+    def run(candidate: Candidate) -> None:
+        for _ in range(steps[candidate.name]):
+            candidate.step()
+
+    def after(name: str) -> None:
+        by_name[name].drain()
+        progress(name)
+
+    timed = time_round_robin(
+        {name: partial(run, candidate) for name, candidate in by_name.items()},
+        rounds,
+        before=lambda name: by_name[name].begin(),
+        after=after,
+    )
+    for candidate in by_name.values():
+        candidate.close()
+    return {name: measured.over(steps[name]) for name, measured in timed.items()}
+
+
+def forward_and_backward(forward: Callable[[], Tensor], check: Callable[[], object]) -> Tensor:
+    loss = forward()
+    loss.backward()
+    return loss
+
+
+def sgd(parameters: Iterable[Tensor]) -> Optimizer:
+    return SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def inputs_of(model: BenchModel, batch: Any) -> Any:
+    """Returns what the loss of a model gives the module; runs a forward pass."""
+    inputs: list[Any] = []
+    handle = model.module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    try:
+        with torch.no_grad():
+            model.loss(model.module, batch)
+    finally:
+        handle.remove()
+    return inputs[0]
 
 
 def ddp_name(bucket_mb: float) -> str:
     return f"DDP, {bucket_mb:g} MiB"
 
 
-def without_communication(model: BenchModel) -> Wrapped:
+def without_communication(model: BenchModel) -> Trainable:
     """Each rank trains by itself: the time of computation alone, the limit of all methods."""
-    return Wrapped("no communication", model, model.module, "compute", lssr=1.0)
+    return Trainable(ALONE, model, model.module, "compute")
 
 
-def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
+def ddp(model: BenchModel, bucket_mb: float) -> Trainable:
     """``DistributedDataParallel``, which hides the all-reduce under backward."""
-    return Wrapped(ddp_name(bucket_mb), model, in_ddp(model.module, bucket_mb), "baseline")
+    return Trainable(ddp_name(bucket_mb), model, in_ddp(model.module, bucket_mb), "baseline")
 
 
-def fsdp2(model: BenchModel, reshard: bool = False) -> Wrapped:
+def fsdp2(model: BenchModel, reshard: bool = False) -> Trainable:
     """FSDP2: reduce-scatter and all-gather, as in DeAR; with ``reshard`` one more all-gather, before backward."""
     mesh = init_device_mesh(device_of(model.module).type, (dist.get_world_size(),))
-    return Wrapped(
+    return Trainable(
         "FSDP2, resharded" if reshard else "FSDP2", model, sharded(model, mesh, reshard).module, "two_halves"
     )
 
@@ -87,11 +284,16 @@ def sharded(model: BenchModel, mesh: DeviceMesh, reshard: bool = False) -> Bench
     return model
 
 
-def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
+def hsdp(model: BenchModel) -> Trainable:
+    """A model that FSDP2 has sharded along both dimensions: what methods between replicas are compared with."""
+    return Trainable(HSDP, model, model.module, "baseline")
+
+
+def zero(model: BenchModel, bucket_mb: float) -> Trainable:
     """DDP with ``ZeroRedundancyOptimizer``: each rank updates its part, and broadcasts it."""
     module = in_ddp(model.module, bucket_mb)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
-    return Wrapped("DDP + ZeRO-1", model, module, "baseline", optimizer)
+    return Trainable("DDP + ZeRO-1", model, module, "baseline", optimizer)
 
 
 #: By name what this package's methods are compared with: a function of the bucket sizes in MiB.
@@ -111,17 +313,26 @@ def compared() -> tuple[str, ...]:
 def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any) -> list[MakeCandidate]:
     """Returns factories of candidates for each method, and of :data:`ALTERNATIVES` for each bucket size in MiB.
 
-    ``arguments`` are further ones of each method. Calling a factory is collective. ValueError if a method or a setting
-    is unknown.
+    A method is ``NAME`` or ``NAME:SETTING=VALUE,...``; ``arguments`` are further ones of each. Calling a factory is
+    collective. ValueError if a method or a setting is unknown.
     """
-    if not methods:
-        raise ValueError("methods must name something to compare.")
     makers: list[MakeCandidate] = []
-    for method in methods:
-        if method in ALTERNATIVES:
-            makers += ALTERNATIVES[method](bucket_mb)
-        else:
-            makers += method_candidates(method, bucket_mb, known=ALTERNATIVES, **arguments)
+    for text in methods:
+        name, preset, chosen = split_method(text)
+        if text in ALTERNATIVES:
+            makers += ALTERNATIVES[text](bucket_mb)
+            continue
+        if name not in METHODS:
+            raise unknown_method(name, [*METHODS, *ALTERNATIVES], f" {OWN_METHODS}")
+        entry = lab_of(name)
+        shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
+        label = f"{entry.label} ({', '.join(shown)})" if shown else entry.label
+        settings = {**preset, **parse_settings(text, METHODS[name].config_type)}
+        try:
+            declared = entry.bench_candidates(label, settings, bucket_mb)
+        except TypeError as error:
+            raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+        makers += [make_candidate(name, one, **arguments) for one in declared]
     return makers
 
 

@@ -19,8 +19,8 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
-from lightning_pipesync.lab.bench.round_robin import median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.tables import table, table_of
+from lightning_pipesync.lab.bench.timing import median_and_quartiles, time_round_robin
 
 #: Implementation ("ours" or the backend), operation, codec.
 Key = tuple[str, str, str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_pipesync.core.names import did_you_mean
@@ -15,23 +15,6 @@ def split_method(text: str) -> tuple[str, dict[str, Any], str]:
     name, _, chosen = text.partition(":")
     method, preset = resolve(name, {})
     return method, preset, chosen
-
-
-def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping[str, Any] | None = None) -> Any:
-    """Parses ``NAME`` or ``NAME:SETTING=VALUE,...`` into the dataclass of that name, with ``fixed`` settings.
-
-    Raises:
-        ValueError: the name or a setting is unknown, or a value out of its range.
-    """
-    name, preset, _ = split_method(text)
-    if name not in config_types:
-        raise unknown_method(name, config_types)
-    fixed = fixed or {}
-    settings = {**preset, **parse_settings(text, config_types[name], fixed)}
-    try:
-        return config_types[name](**settings, **fixed)
-    except TypeError as error:
-        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
 
 
 def parse_settings(text: str, config_type: type[Any], fixed: Iterable[str] = ()) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -22,43 +23,28 @@ LINES = ("-", "--", ":", "-.", (0, (7, 3)), (0, (6, 2, 1, 2, 1, 2)))
 #: What other methods are compared with, on several ranks and on one.
 REFERENCES = ("ddp", "sgd")
 
-#: What a step is made of.
-OF_PARTS = {
-    "forward": COLOURS[3],
-    "backward": COLOURS[1],
-    "reduce-scatter": COLOURS[2],
-    "all-gather": COLOURS[5],
-    "all-reduce": COLOURS[4],
-    "update": COLOURS[6],
-    "exposed communication": COLOURS[2],
-}
 _LEGENDS = {"below": "outside lower center", "above": "outside upper right"}
 
 
-def look_of(method: str) -> dict[str, Any]:
-    """Returns the colour and the marker of a method of this package or a reference, the same in all pictures."""
-    number = 0 if method in REFERENCES else 1 + list(METHODS).index(method)
+def look_of(method: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the colour and the marker of a method of this package or a reference, the same in all pictures.
+
+    Methods of ``others`` get the next ones, in this order.
+    """
+    number = 0 if method in REFERENCES else 1 + [*METHODS, *others].index(method)
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def looks_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Returns the look of the curve of each name: that of its method, and a line style for its settings.
 
-    A name is that of a command or of a table: ``selsync:delta=0.1``, ``SelSync, local step``. Methods that are not of
-    this package get the colours that are left.
+    A name is that of a command or of a table: ``selsync:delta=0.1``, ``SelSync, local step``.
     """
     methods = {name: _method_of(name) for name in names}
-    own = {method: look_of(method) for method in methods.values() if method in (*REFERENCES, *METHODS)}
-    taken = {look["color"] for look in own.values()}
-    left = [color for color in COLOURS[1:] if color not in taken] or COLOURS[1:]
-    others = [method for method in dict.fromkeys(methods.values()) if method not in own]
-    looks = own | {
-        method: {"color": left[n % len(left)], "marker": MARKERS[(len(COLOURS) + n) % len(MARKERS)]}
-        for n, method in enumerate(others)
-    }
-    found, counts = dict[str, dict[str, Any]](), dict.fromkeys(looks, 0)
+    others = [method for method in dict.fromkeys(methods.values()) if method not in METHODS]
+    found, counts = dict[str, dict[str, Any]](), Counter[str]()
     for name, method in methods.items():
-        found[name] = {**looks[method], "linestyle": LINES[counts[method] % len(LINES)]}
+        found[name] = {**look_of(method, others), "linestyle": LINES[counts[method] % len(LINES)]}
         counts[method] += 1
     return found
 
@@ -124,9 +110,3 @@ def picture(
         where: Any = {"loc": _LEGENDS[legend], "ncols": legend_columns}
         figure.legend(handles.values(), handles.keys(), fontsize="small", **where)
     figure.savefig(path, dpi=150)
-
-
-def draw_span(panel: Any, row: float, start: float, end: float, kind: str, number: int) -> None:
-    """Draws a part of a step as a bar of a timeline, those with successive numbers in alternating shades."""
-    alpha = 0.95 if number % 2 else 0.6
-    panel.barh(row, end - start, left=start, height=0.8, color=OF_PARTS[kind], alpha=alpha)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.lab.bench.job_sockets import address_of_this_host
+from lightning_pipesync.lab.bench.bandwidth import address_of_this_host
 from lightning_pipesync.lab.bench.tables import version_of
 
 #: The request that returns the address of an interface (Linux, netdevice(7)).

@@ -11,7 +11,6 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, stdev
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
@@ -31,52 +30,17 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
-def number(value: float | None, form: str) -> str:
-    """Returns a number in this format; a dash if there is none."""
-    return "-" if value is None else format(value, form)
-
-
-def with_interval(value: float, interval: float | None, form: str = ".2f") -> str:
-    """Returns a number in this format, and the half of its confidence interval, if there is one."""
-    return format(value, form) if interval is None else f"{value:{form}} ± {interval:.2f}"
-
-
-def mean_of(values: Sequence[float], form: str = ".2f") -> str:
-    """Returns the mean and half of its 95 % confidence interval, if there is one, in this format; nothing of none."""
-    if not values:
-        return ""
-    interval = interval_of(values)
-    return f"{fmean(values):{form}}" + ("" if interval is None else f" ± {interval:{form}}")
-
-
-def interval_of(values: Sequence[float]) -> float | None:
-    """Returns half the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
-    from scipy.stats import t
-
-    if len(values) < 2:
-        return None
-    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
-
-
 def show(markdown: str) -> None:
-    """Prints text with tables; one of which cells would be cut at the terminal's width has long lines instead."""
+    """Prints text with tables, whose lines are as long as they need, even if the terminal is narrower."""
     from rich.console import Console
     from rich.markdown import Markdown
 
-    console = Console()
+    width = Console().width
     for is_table, lines in groupby(markdown.splitlines(), key=lambda line: line.startswith("|")):
         block = list(lines)
-        text = Markdown("\n".join(block))
-        with console.capture() as captured:
-            console.print(text)
-        is_cut = is_table and "\u2026" in captured.get()
-        Console(width=_width_of_table(block) if is_cut else None).print(text)
-
-
-def _width_of_table(lines: Sequence[str]) -> int:
-    """Returns the width of a Markdown table as it is printed: with two blanks between columns, and one at each end."""
-    columns = zip(*(line[2:-2].split(" | ") for line in lines), strict=True)
-    return sum(max(len(cell) for cell in column) + 2 for column in columns) + 2
+        columns = zip(*(line[2:-2].split(" | ") for line in block), strict=True) if is_table else ()
+        needed = 2 + sum(2 + max(map(len, column)) for column in columns)
+        Console(width=max(width, needed)).print(Markdown("\n".join(block)))
 
 
 def check_folder(folder: Path) -> None:

@@ -186,8 +186,8 @@ class Network:
         burst_s: float,
         least_burst: int,
         longest_s: float,
-        way: Sequence[float],
-        uplink_way: Sequence[float],
+        way: tuple[float, float, float],
+        uplink_way: tuple[float, float, float],
         deliver: Callable[[int, bytes], object],
     ) -> None:
         def link(rate: float) -> Link:
@@ -242,14 +242,10 @@ class Network:
         path = self._paths.get((sender, receiver))
         if path is None:
             racks = self._racks[sender], self._racks[receiver]
-            path = self._paths[sender, receiver] = [_way(*self._way), self._to_hosts[receiver]]
+            path = self._paths[sender, receiver] = [Way(*self._way), self._to_hosts[receiver]]
             if racks[0] != racks[1]:
-                path[:0] = [self._uplinks[racks[0]][0], _way(*self._uplink_way), self._uplinks[racks[1]][1]]
+                path[:0] = [self._uplinks[racks[0]][0], Way(*self._uplink_way), self._uplinks[racks[1]][1]]
         return path
-
-
-def _way(delay_s: float, jitter_s: float, loss: float) -> Way:
-    return Way(delay_s, jitter_s, loss)
 
 
 def open_interface(name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -12,11 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from lightning_pipesync.core.jobs import Lines, shared_environment
-from lightning_pipesync.lab.netlab import enter, processes
-from lightning_pipesync.lab.netlab.faults import Fault, Freeze, Kill, Slow, check_faults
+from lightning_pipesync.lab.netlab import processes
+from lightning_pipesync.lab.netlab.faults import Fault, Kill, Slow, check_faults
 from lightning_pipesync.lab.netlab.network import Network
 from lightning_pipesync.lab.netlab.processes import deferred_signals
 
@@ -31,7 +31,8 @@ _GRACE_S = 3.0
 _DUTY_CYCLE_S = 0.05
 #: Seconds until a fault tries again, whose host has no process yet.
 _ENTERING_S = 0.02
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+#: Cyan, magenta, green, yellow, blue and red of a terminal.
+_COLOURS = (36, 35, 32, 33, 34, 31)
 
 
 def run_job(
@@ -82,7 +83,9 @@ def run_job(
 def check_job(num_hosts: int, command: Sequence[str], faults: Iterable[Fault], timeout_s: float | None) -> None:
     """Checks the arguments of :func:`run_job`; raises its ValueError."""
     if not command:
-        raise ValueError("There is no command for the hosts to run.")
+        raise ValueError(
+            "There is no command for the hosts to run: write it after two dashes, as in -- python train.py."
+        )
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}.")
     check_faults(faults, num_hosts)
@@ -135,9 +138,8 @@ class _Job:
             variables = {**shared_environment(self._network.hosts), **self._network.environment(number), **environment}
             values = {name: variables[name.upper()] for name in ("rank", "world_size", "master_addr", "master_port")}
             words = _fill_in(command, {**values, "address": self._network.address(number)})
-            path = str(processes.NAMESPACES / namespace)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(enter.__file__)), path, str(os.getpid()), *words],
+                processes.inside(namespace, words),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -151,11 +153,11 @@ class _Job:
         for fault in self._faults:
             host = self.hosts[fault.host]
             if isinstance(fault, Slow):
-                self._stop(host, fault.share)
+                self._take_turns(host, fault.share, runs=False)
             elif isinstance(fault, Kill):
-                self._after(fault.after_s, partial(self._kill, host))
-            elif isinstance(fault, Freeze):
-                self._after(fault.after_s, partial(self._freeze, host))
+                self._after(fault.after_s, partial(self._strike, host, processes.kill, "killed"))
+            else:
+                self._after(fault.after_s, partial(self._strike, host, processes.freeze, "frozen"))
 
     def supervise(self, timeout_s: float | None) -> bool:
         """Returns whether the timeout passed before all hosts, except frozen ones, had ended."""
@@ -250,60 +252,38 @@ class _Job:
     def _say(self, host: _Host, what: str) -> None:
         self._show(host, [f"pipesync netlab: host {host.number} {what}."])
 
-    def _stop(self, host: _Host, share: float) -> None:
-        """Stops a slow host for the rest of its cycle."""
+    def _take_turns(self, host: _Host, share: float, runs: bool) -> None:
+        """Lets a slow host run for its share of a cycle, and stops it for the rest."""
         if host.running and not host.frozen:
-            processes.send(signal.SIGSTOP, processes.processes_in(host.namespace))
-            self._after((1 - share) * _DUTY_CYCLE_S, partial(self._continue, host, share))
+            processes.send(signal.SIGCONT if runs else signal.SIGSTOP, processes.processes_in(host.namespace))
+            seconds = (share if runs else 1 - share) * _DUTY_CYCLE_S
+            self._after(seconds, partial(self._take_turns, host, share, not runs))
 
-    def _continue(self, host: _Host, share: float) -> None:
-        if host.running and not host.frozen:
-            processes.send(signal.SIGCONT, processes.processes_in(host.namespace))
-            self._after(share * _DUTY_CYCLE_S, partial(self._stop, host, share))
-
-    def _kill(self, host: _Host) -> None:
-        if processes.kill(host.namespace):
-            self._say(host, "is killed")
-        else:
-            self._retry(host, self._kill, "killed")
-
-    def _freeze(self, host: _Host) -> None:
-        if processes.freeze(host.namespace):
-            host.frozen = True
-            self._say(host, "is frozen")
-        else:
-            self._retry(host, self._freeze, "frozen")
-
-    def _retry(self, host: _Host, action: Callable[[_Host], None], what: str) -> None:
-        """Calls ``action`` again soon, unless the host has ended: its process may be about to enter its namespace."""
-        if host.running:
-            self._after(_ENTERING_S, partial(action, host))
+    def _strike(self, host: _Host, strike: Callable[[str], int], what: str) -> None:
+        """Kills or freezes a host; again soon if its process may be about to enter its namespace."""
+        if strike(host.namespace):
+            host.frozen = strike is processes.freeze
+            self._say(host, f"is {what}")
+        elif host.running:
+            self._after(_ENTERING_S, partial(self._strike, host, strike, what))
         else:
             self._say(host, f"had ended before it could be {what}")
 
 
 def _fill_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replaces ``{name}`` in the words of a command, for each value's name."""
-    filled = []
-    for word in command:
-        for name, value in values.items():
-            word = word.replace(f"{{{name}}}", value)
-        filled.append(word)
-    return filled
+    names = re.compile("{(" + "|".join(values) + ")}")
+    return [names.sub(lambda found: values[found[1]], word) for word in command]
 
 
 def prefixed(num_hosts: int) -> Output:
-    """Returns an output that prints ``[2] line``; in the host's color if it goes to a terminal."""
-    width = len(str(num_hosts - 1))
-    if not sys.stdout.isatty():
-        return lambda host, line: print(f"[{host:>{width}}] {line}", flush=True)
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
+    """Returns an output that prints ``[2] line``; the number in the host's color if it goes to a terminal."""
+    width, has_colours = len(str(num_hosts - 1)), sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
     def show(host: int, line: str) -> None:
-        prefix = f"[{host:>{width}}] ", _COLOURS[host % len(_COLOURS)]
-        console.print(Text.assemble(prefix, Text.from_ansi(line)), soft_wrap=True)
+        prefix = f"[{host:>{width}}]"
+        if has_colours:
+            prefix, line = f"\033[{_COLOURS[host % len(_COLOURS)]}m{prefix}\033[0m", f"{line}\033[0m"
+        print(prefix, line, flush=True)
 
     return show

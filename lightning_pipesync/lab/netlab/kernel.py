@@ -18,17 +18,11 @@ from pyroute2 import IPRoute, netns
 from pyroute2.netlink.exceptions import NetlinkError
 
 from lightning_pipesync.core.private_names import require
+from lightning_pipesync.lab.netlab.network import BURST_S, INTERFACE, LEAST_BURST, LONGEST_MS
 from lightning_pipesync.lab.netlab.processes import NAMESPACES, kill
 
-#: The name of each host's interface.
-INTERFACE = "eth0"
-
 _NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
-#: The longest time in ms of a packet in a queue before it is dropped.
-LONGEST_MS = 100
-_LATENCY = f"{LONGEST_MS}ms"
-#: A token bucket has at least so many bytes, and those of so many seconds at its rate.
-LEAST_BURST, BURST_S = 72 * 1024, 0.002
+LATENCY = f"{LONGEST_MS}ms"
 _KERNEL_OPTIONS = {"bridge": "CONFIG_BRIDGE", "veth": "CONFIG_VETH", "tbf": "CONFIG_NET_SCH_TBF"}
 
 # pyroute2 creates a namespace in a new process, for which 2 seconds are too few on a busy machine.
@@ -70,11 +64,12 @@ def remove_leftovers() -> None:
             remove(name)
 
 
-def add_switches(switch: str, racks: int, uplink: int | None) -> None:
-    """Adds a bridge for each rack in the namespace ``switch``, and joins several by a core bridge.
+def connect_hosts(switch: str, racks: int, uplink: int | None, hosts: Sequence[tuple[str, int, int]]) -> None:
+    """Adds a bridge for each rack in the namespace ``switch``, joins several by a core bridge, and connects the hosts.
 
-    ``uplink`` is the bits per second between a rack and the core, each way; None with a single rack. RuntimeError if
-    the kernel lacks bridges, veth pairs or the token bucket.
+    ``uplink`` is the bits per second between a rack and the core, each way; None with a single rack. ``hosts`` has the
+    namespace of each, the bits per second of its link in the direction to it, and the number of its rack. RuntimeError
+    if the kernel lacks bridges, veth pairs or the token bucket.
     """
     with _inside(switch), IPRoute() as route:
         bridges = [_add_bridge(route, f"rack{rack}") for rack in range(racks)]
@@ -84,18 +79,9 @@ def add_switches(switch: str, racks: int, uplink: int | None) -> None:
                 _add_veth_pair(route, f"up{rack}", f"down{rack}", switch)
                 _shape(route, f"up{rack}", uplink, master=bridge)
                 _shape(route, f"down{rack}", uplink, master=core)
-
-
-def connect_hosts(switch: str, hosts: Sequence[tuple[str, int, int]]) -> None:
-    """Connects hosts to the bridges of their racks.
-
-    ``hosts`` has the namespace of each, the bits per second of its link in the direction to it, and the number of its
-    rack. RuntimeError if the kernel lacks veth pairs or the token bucket.
-    """
-    with _inside(switch), IPRoute() as route:
         for number, (namespace, rate, rack) in enumerate(hosts):
             _add_veth_pair(route, f"host{number}", INTERFACE, namespace)
-            _shape(route, f"host{number}", rate, master=_index(route, f"rack{rack}"))
+            _shape(route, f"host{number}", rate, master=bridges[rack])
 
 
 def set_up_host(namespace: str, rate: int, address: str, prefix: int) -> None:
@@ -105,41 +91,6 @@ def set_up_host(namespace: str, rate: int, address: str, prefix: int) -> None:
     """
     with _inside(namespace), IPRoute() as route:
         route.addr("add", index=_shape(route, INTERFACE, rate), address=address, prefixlen=prefix)
-
-
-def set_link(namespace: str, name: str, up: bool) -> None:
-    """Plugs an interface in, or pulls it out: its peer keeps its addresses and routes."""
-    with _inside(namespace), IPRoute() as route:
-        route.link("set", index=_index(route, name), state="up" if up else "down")
-
-
-def has_carrier(namespace: str, name: str) -> bool:
-    """Returns whether an interface is up, and so is its peer."""
-    with _inside(namespace), IPRoute() as route:
-        state: str = route.get_links(_index(route, name))[0].get_attr("IFLA_OPERSTATE")
-    return state == "UP"
-
-
-def limit_queue(namespace: str, name: str, rate: int, burst: int, limit: int) -> None:
-    """Gives an interface another rate, in bits per second, and a queue of ``limit`` bytes; the rest is dropped."""
-    with _inside(namespace), IPRoute() as route:
-        settings = {"rate": rate // 8, "burst": burst, "limit": limit}
-        route.tc("change", "tbf", _index(route, name), handle=0x10000, **settings)
-
-
-def widen_queue(namespace: str, name: str, rate: int) -> None:
-    """Undoes :func:`limit_queue`."""
-    with _inside(namespace), IPRoute() as route:
-        settings = {"rate": rate // 8, "burst": burst_bytes(rate), "latency": _LATENCY}
-        route.tc("change", "tbf", _index(route, name), handle=0x10000, **settings)
-
-
-def dropped(namespace: str, name: str) -> int:
-    """Returns how many packets the queue of an interface has dropped."""
-    with _inside(namespace), IPRoute() as route:
-        index = _index(route, name)
-        queues = [queue for queue in route.get_qdiscs(index) if queue["index"] == index]
-    return sum(int(queue.get_attr("TCA_STATS")["drop"]) for queue in queues)
 
 
 def burst_bytes(rate: int) -> int:
@@ -194,7 +145,7 @@ def _shape(route: IPRoute, name: str, rate: int, **settings: int) -> int:
     """Limits the outgoing rate of an interface to ``rate`` bits per second, sets it up, and returns its index."""
     index = _index(route, name)
     with _supported("tbf"):
-        route.tc("add", "tbf", index, handle=0x10000, rate=rate // 8, burst=burst_bytes(rate), latency=_LATENCY)
+        route.tc("add", "tbf", index, handle=0x10000, rate=rate // 8, burst=burst_bytes(rate), latency=LATENCY)
     route.link("set", index=index, state="up", **settings)
     return index
 

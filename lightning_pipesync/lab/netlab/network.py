@@ -1,19 +1,24 @@
-"""A network of hosts with limited bandwidth, as a context manager."""
+"""A network of hosts with limited bandwidth, as a context manager; and what it needs of this machine."""
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from subprocess import Popen
 from types import TracebackType
+from typing import Any
 
 from lightning_pipesync.core.extras import check_extra
+from lightning_pipesync.lab.netlab import forwarder
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.netlab.faults import check_host
-from lightning_pipesync.lab.netlab.processes import NAMESPACES, deferred_signals, raising_signals
+from lightning_pipesync.lab.netlab.processes import NAMESPACES, deferred_signals, inside, raising_signals
 from lightning_pipesync.lab.netlab.units import Way, parse_rate, parse_way
 
 #: Reserved for benchmarks of networks (RFC 2544), so that no name server or proxy of the machine has such an address.
@@ -21,10 +26,18 @@ _SUBNET = ipaddress.ip_network("198.18.0.0/16")
 #: Maximum number of ports of a bridge, rounded down.
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
-#: Bits per second, and bytes that may pass at once and that may wait, of a link that loses packets.
-_LOSSY = (100_000, 400, 400)
+#: The name of each host's interface.
+INTERFACE = "eth0"
+#: The longest time in ms of a packet in a queue before it is dropped.
+LONGEST_MS = 100
+#: A token bucket has at least so many bytes, and those of so many seconds at its rate.
+LEAST_BURST, BURST_S = 72 * 1024, 0.002
 #: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+#: What runs a command with the capabilities in a user namespace. The named network namespaces are in /run, which is the
+#: machine's: the command gets an empty one.
+IN_USER_NAMESPACE = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+IN_USER_NAMESPACE += ["sh", "-c", 'mount -t tmpfs none /run && exec "$@"', "sh"]
 _serials = itertools.count()
 
 
@@ -42,12 +55,9 @@ class Network:
             core switch connects them.
         uplink: the rate between each rack and the core, each way; None means ``rate``. Only with several racks.
         host_rates: the rates of hosts whose links are slower than others, each way.
-        up_rate: the rate of each host's link in the direction from it.
-        delay: the time from a host to another one, one way, such as ``"40ms"``; half of a round trip.
-        jitter: by how much the delay of a packet is more or less, at most, uniformly distributed. Packets do not
-            overtake each other.
-        loss: the share of packets of 1500 bytes that are lost between two hosts, such as ``"0.1%"``, independently.
-        uplink_delay, uplink_jitter, uplink_loss: the same between two racks, in addition.
+        links: further fields of :class:`LinkOptions`: ``up_rate``, ``delay``, ``jitter``, ``loss``, ``uplink_delay``,
+            ``uplink_jitter`` and ``uplink_loss``. Delays are one way; jitter is uniformly distributed, and packets do
+            not overtake each other; losses are independent, of packets of 1500 bytes.
 
     Raises:
         ValueError: a rate, a delay, a share, the racks or a host are invalid.
@@ -61,45 +71,38 @@ class Network:
         racks: int = 1,
         uplink: str | None = None,
         host_rates: Mapping[int, str] | None = None,
-        *,
-        up_rate: str | None = None,
-        delay: str | None = None,
-        jitter: str | None = None,
-        loss: str | None = None,
-        uplink_delay: str | None = None,
-        uplink_jitter: str | None = None,
-        uplink_loss: str | None = None,
+        **links: Any,
     ) -> None:
+        given = LinkOptions(rate=rate, racks=racks, uplink=uplink, **links)
         if not 1 <= hosts <= _MOST_HOSTS:
             raise ValueError(f"hosts must be between 1 and {_MOST_HOSTS}, got {hosts}.")
         if racks < 1 or hosts % racks:
             raise ValueError(f"racks must divide the {hosts} hosts evenly, got {racks}.")
-        between_racks = {"uplink": uplink, "uplink_delay": uplink_delay}
-        between_racks |= {"uplink_jitter": uplink_jitter, "uplink_loss": uplink_loss}
-        for name, value in between_racks.items():
-            if value is not None and racks == 1:
+        for name in given.beside_rate() if racks == 1 else ():
+            if name.startswith("uplink"):
                 raise ValueError(f"{name} is the link between racks: it needs racks of 2 or more.")
         self.hosts, self.racks = hosts, racks
         #: Bits per second of each host's link, to it and from it.
-        self.rates, self.up_rates = [parse_rate(rate)] * hosts, [parse_rate(up_rate or rate)] * hosts
+        self.rates, self.up_rates = [parse_rate(rate)] * hosts, [parse_rate(given.up_rate or rate)] * hosts
         for host, slower in (host_rates or {}).items():
             check_host(host, hosts, "host_rates")
             self.rates[host] = parse_rate(slower)
-            self.up_rates[host] = self.rates[host] if up_rate is None else min(self.rates[host], self.up_rates[host])
+            up_rate = self.rates[host] if given.up_rate is None else self.up_rates[host]
+            self.up_rates[host] = min(self.rates[host], up_rate)
         self._uplink = parse_rate(uplink or rate) if racks > 1 else None
-        self._way = parse_way(delay, jitter, loss)
-        self._uplink_way = parse_way(uplink_delay, uplink_jitter, uplink_loss, "uplink_")
+        self._way = parse_way(given.delay, given.jitter, given.loss)
+        self._uplink_way = parse_way(given.uplink_delay, given.uplink_jitter, given.uplink_loss, "uplink_")
         #: The program that forwards all packets; None: the kernel does.
-        self.forwarder: Popen[bytes] | None = None
+        self.forwarder: subprocess.Popen[bytes] | None = None
         self._prefix = ""
         self._exit = ExitStack()
 
     def __enter__(self) -> Network:
         check_requirements()
-        from lightning_pipesync.lab.netlab import forwarding, kernel
+        from lightning_pipesync.lab.netlab import kernel
 
         if self._is_forwarded:
-            forwarding.check_devices()
+            check_devices()
         kernel.remove_leftovers()
         self._prefix = kernel.name_prefix(next(_serials))
         with ExitStack() as undo:
@@ -125,8 +128,6 @@ class Network:
 
     def environment(self, host: int) -> dict[str, str]:
         """Returns the variables that ``torchrun`` with one process per host would set."""
-        from lightning_pipesync.lab.netlab.kernel import INTERFACE
-
         return {
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(_MASTER_PORT),  # Every port of a new host is free.
@@ -142,78 +143,13 @@ class Network:
             "NCCL_HOSTID": self.namespace(host),
         }
 
-    def cut(self, host: int) -> None:
-        """Cuts the link of a host."""
-        self._set_link(f"host{host}", up=False)
-
-    def mend(self, host: int) -> None:
-        """Mends the link of a host."""
-        self._set_link(f"host{host}", up=True)
-
-    def is_connected(self, host: int) -> bool:
-        """Returns whether the link of a host is in order."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        namespace, name = self._ends_of(host)[0]
-        return kernel.has_carrier(namespace, name)
-
-    def part(self) -> None:
-        """Cuts the first rack off the others."""
-        self._set_link("up0", up=False)
-
-    def is_parted(self) -> bool:
-        """Returns whether the first rack is cut off."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        return not kernel.has_carrier(self._links_of_kernel, "down0")
-
-    def lose_packets(self, host: int) -> None:
-        """Makes the link of a host so thin, in both directions, and its queues so short that packets are lost."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        for namespace, name in self._ends_of(host):
-            kernel.limit_queue(namespace, name, *_LOSSY)
-
-    def lose_no_packets(self, host: int) -> None:
-        """Undoes :meth:`lose_packets`."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        for (namespace, name), rate in zip(self._ends_of(host), (self.up_rates[host], self.rates[host]), strict=True):
-            kernel.widen_queue(namespace, name, rate)
-
-    def packets_lost(self, host: int) -> int:
-        """Returns how many packets the queues of a host's link have dropped, in both directions."""
-        from lightning_pipesync.lab.netlab import kernel
-
-        return sum(kernel.dropped(namespace, name) for namespace, name in self._ends_of(host))
-
     @property
     def _switch(self) -> str:
         return f"{self._prefix}switch"
 
     @property
-    def _links_of_kernel(self) -> str:
-        """The namespace of the switches; RuntimeError if there are none."""
-        if self._is_forwarded:
-            raise RuntimeError(
-                "A network with delays, jitter or loss has no switch: its links cannot be cut, and their queues not "
-                "be limited. Leave out the delays."
-            )
-        return self._switch
-
-    @property
     def _is_forwarded(self) -> bool:
         return any(way != Way() for way in (self._way, self._uplink_way))
-
-    def _ends_of(self, host: int) -> list[tuple[str, str]]:
-        from lightning_pipesync.lab.netlab.kernel import INTERFACE
-
-        return [(self.namespace(host), INTERFACE), (self._links_of_kernel, f"host{host}")]
-
-    def _set_link(self, name: str, up: bool) -> None:
-        from lightning_pipesync.lab.netlab import kernel
-
-        kernel.set_link(self._links_of_kernel, name, up)
 
     def _create(self) -> None:
         from lightning_pipesync.lab.netlab import kernel
@@ -225,28 +161,38 @@ class Network:
         if self._is_forwarded:
             self._start_forwarder(racks)
         else:
-            kernel.add_switches(switch, self.racks, self._uplink)
-            kernel.connect_hosts(switch, [*zip(map(self.namespace, numbers), self.rates, racks, strict=True)])
+            hosts = [*zip(map(self.namespace, numbers), self.rates, racks, strict=True)]
+            kernel.connect_hosts(switch, self.racks, self._uplink, hosts)
         for host in numbers:
             kernel.set_up_host(self.namespace(host), self.up_rates[host], self.address(host), _SUBNET.prefixlen)
 
     def _start_forwarder(self, racks: Sequence[int]) -> None:
-        from lightning_pipesync.lab.netlab import forwarding, kernel
-
+        """Starts the program, and waits until all hosts have an interface; RuntimeError if the kernel refuses one."""
         settings = {
-            "interface": kernel.INTERFACE,
+            "interface": INTERFACE,
             "namespaces": [str(NAMESPACES / self.namespace(host)) for host in range(self.hosts)],
             "addresses": [self.address(host) for host in range(self.hosts)],
             "racks": racks,
             "rates": [rate / 8 for rate in self.rates],
             "uplink": (self._uplink or 0) / 8,
-            "burst_s": kernel.BURST_S,
-            "least_burst": kernel.LEAST_BURST,
-            "longest_s": kernel.LONGEST_MS / 1e3,
+            "burst_s": BURST_S,
+            "least_burst": LEAST_BURST,
+            "longest_s": LONGEST_MS / 1e3,
             "way": self._way,
             "uplink_way": self._uplink_way,
         }
-        self.forwarder = forwarding.start(self._switch, settings)
+        # It dies with this process; Ctrl-C interrupts this process only, which ends it.
+        words = inside(self._switch, [sys.executable, "-I", "-S", forwarder.__file__])
+        self.forwarder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self.forwarder.stdin is not None
+        assert self.forwarder.stdout is not None
+        with self.forwarder.stdin as pipe, self.forwarder.stdout as output:
+            pipe.write(json.dumps(settings).encode())
+            pipe.close()
+            said = output.readline().decode().strip()
+        if said != forwarder.READY:
+            self.forwarder.kill()
+            raise RuntimeError(f"The forwarder of packets does not start: {said or 'it says nothing'}.")
 
     def _remove(self) -> None:
         from lightning_pipesync.lab.netlab import kernel
@@ -281,3 +227,35 @@ def missing_capabilities() -> list[str]:
     status = Path("/proc/self/status").read_text()
     effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
     return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
+
+
+def check_devices() -> None:
+    """Raises RuntimeError, which names what is missing, if no TUN device can be made here."""
+    try:
+        os.close(os.open(forwarder.DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise RuntimeError(
+            f"Delays, jitter and loss need TUN devices (CONFIG_TUN), and this process cannot open {forwarder.DEVICE}: "
+            f"{error.strerror}. A container needs --device {forwarder.DEVICE}."
+        ) from error
+
+
+def enter_user_namespace(command: Sequence[str] | None = None) -> None:
+    """Replaces this process by one that has the capabilities for a network of hosts, if it lacks them.
+
+    Returns, with nothing changed, if this process has them, or may not create a user namespace: then
+    :class:`~lightning_pipesync.lab.netlab.Network` says what is missing.
+
+    Args:
+        command: what the new process runs; by default what this process was started with.
+    """
+    if not sys.platform.startswith("linux") or not missing_capabilities():
+        return
+    try:
+        allowed = subprocess.run([*IN_USER_NAMESPACE, "true"], capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):  # There is no such program.
+        return
+    if allowed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvp(IN_USER_NAMESPACE[0], [*IN_USER_NAMESPACE, *(command or [sys.executable, *sys.orig_argv[1:]])])

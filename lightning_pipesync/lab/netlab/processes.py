@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_pipesync.lab.netlab import enter
+
 #: The directory of named network namespaces, the same as of ``ip netns``.
 NAMESPACES = Path("/run/netns")
 #: Maximum seconds until a killed process is gone.
 _DEATH_S = 10.0
+
+
+def inside(namespace: str, command: Sequence[str]) -> list[str]:
+    """Returns the command that becomes another in a named network namespace, and dies with this process."""
+    return [sys.executable, "-I", "-S", enter.__file__, str(NAMESPACES / namespace), str(os.getpid()), *command]
 
 
 def processes_in(*namespaces: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -15,10 +16,7 @@ SLOWEST, FASTEST = 100 * 10**3, 32 * 10**9
 
 def bits_per_second(text: str) -> int:
     """Returns the bits per second of a rate such as ``"200mbit"`` or ``"2.5gbit"``; units are decimal."""
-    number, unit = _split(text)
-    if unit not in _BITS:
-        raise ValueError(f"{text!r} is not a rate: write a number and kbit, mbit or gbit (per second), as in 200mbit.")
-    return round(number * _BITS[unit])
+    return round(_parse(text, _BITS, "rate", "kbit, mbit or gbit (per second), as in 200mbit"))
 
 
 def parse_rate(text: str) -> int:
@@ -31,10 +29,7 @@ def parse_rate(text: str) -> int:
 
 def parse_seconds(text: str) -> float:
     """Returns the seconds of a duration such as ``"10s"``, ``"500ms"``, ``"2min"`` or ``"10"``."""
-    number, unit = _split(text)
-    if unit not in _SECONDS:
-        raise ValueError(f"{text!r} is not a duration: write a number and ms, s or min, as in 10s.")
-    return number * _SECONDS[unit]
+    return _parse(text, _SECONDS, "duration", "ms, s or min, as in 10s")
 
 
 def parse_share(text: str) -> float:
@@ -78,10 +73,14 @@ def parse_delay(name: str, text: str | None) -> float:
 
     None is no delay.
     """
-    number, unit = _split("0s" if text is None else text)
-    if unit not in _DELAYS:
-        raise ValueError(f"{name}: {text!r} is not a delay: write a number and us, ms or s, as in 40ms.")
-    return number * _DELAYS[unit]
+    return 0.0 if text is None else _parse(text, _DELAYS, "delay", "us, ms or s, as in 40ms", f"{name}: ")
+
+
+def _parse(text: str, units: Mapping[str, float], what: str, expected: str, prefix: str = "") -> float:
+    number, unit = _split(text)
+    if unit not in units:
+        raise ValueError(f"{prefix}{text!r} is not a {what}: write a number and {expected}.")
+    return number * units[unit]
 
 
 def _split(text: str) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Algorithm, Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.netlab.options import LinkOptions
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.plan.model import PlanSettings
 
 
@@ -30,8 +30,7 @@ class Plan(PlanSettings, LinkOptions):
         ddp_all_reduce: With --from, on another number of hosts than was measured: the algorithm of the all-reduce with
             which DDP is predicted, ring or tree. With auto the one that its backend would choose: the faster with NCCL,
             and with Gloo on more hosts than 16, where one would take NCCL.
-        output: Folder for plan.json, plan.md and plan.png; outputs/plan if not given, with --from none. If it has an
-            earlier plan, what has changed since is said.
+        output: Folder for plan.json, plan.md and plan.png; outputs/plan if not given, with --from none.
         json: Print plan.json instead of the tables.
     """
 
@@ -45,10 +44,8 @@ class Plan(PlanSettings, LinkOptions):
 
     def run(self) -> None:
         """Plans, writes the plan, and prints it."""
-        # Imported here because they are slow to import.
-        from lightning_pipesync.lab.bench.tables import write_results
-        from lightning_pipesync.lab.plan.picture import draw
-        from lightning_pipesync.lab.plan.report import as_markdown
+        # Imported here because it is slow to import.
+        from lightning_pipesync.lab.plan.report import as_markdown, write_plan
 
         output = self.output
         if self.from_file is not None:
@@ -58,26 +55,18 @@ class Plan(PlanSettings, LinkOptions):
             found = self._measured(output)
         if found is None:
             return  # another rank has it
-        work, cluster, result = found
-        text, saved = as_markdown(work, cluster, result), {"kind": "plan", "results": [result]}
-        if output is not None:
-            write_results(output, "plan", saved, text)
-            draw(work, cluster, result, output / "plan.png")
-        if self.json:
-            print(json.dumps(saved))
-        else:
-            print(text + (f"\nIn {output}: plan.json, plan.md, plan.png." if output else ""))
+        text = as_markdown(*found) if output is None else write_plan(output, *found)
+        print(json.dumps({"kind": "plan", "results": [found[2]]}) if self.json else text)
 
     def _measured(self, output: Path) -> tuple[Work, Cluster, dict[str, Any]] | None:
         """Measures, and returns the plan; None on the ranks of a launcher other than the first."""
         from lightning_pipesync.lab.bench import benchmark
-        from lightning_pipesync.lab.bench.job import launched
         from lightning_pipesync.lab.bench.tables import check_folder
         from lightning_pipesync.lab.plan.measure import measure_plan
-        from lightning_pipesync.lab.plan.saved import changes_since, of_result
+        from lightning_pipesync.lab.plan.saved import of_result
         from lightning_pipesync.lab.plan.trials import PROVEN
 
-        if self.ranks_per_replica > 1 and not launched():
+        if self.ranks_per_replica > 1 and not benchmark.launched():
             raise ValueError(
                 f"ranks_per_replica={self.ranks_per_replica} needs a launcher that starts as many ranks on each host: "
                 "torchrun --nnodes 2 --nproc-per-node 2 ... -m lightning_pipesync plan, on emulated hosts within "
@@ -90,17 +79,19 @@ class Plan(PlanSettings, LinkOptions):
             )
         self._check_algorithm(is_measured=True)
         settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
+        if not benchmark.launched():  # ranks of a launcher build it first, and tell each other
+            settings.check_model()
         num_measurements = 2 + (self.rounds + 1) * (2 + 2 * PROVEN) * (self.rounds > 0)
-        all_hosts = benchmark.make_hosts([self.hosts or 2], self)
+        counts = [self.hosts or 2]
+        benchmark.check_hosts(counts, self)
         if benchmark.on_first_rank():
             check_folder(output)  # an error now, not after all measurements
-        results = benchmark.run_on(measure_plan, settings, all_hosts, num_measurements)
+        results = benchmark.run_on(measure_plan, settings, counts, self, num_measurements)
         if not results:
             return None
         if error := results[0].get("error"):
             raise ValueError(f"model={self.model!r} cannot be measured, so that there is no plan. {error}")
-        work, cluster, result = of_result(results[0])
-        return work, cluster, {**result, "changes": changes_since(output / "plan.json", result)}
+        return of_result(results[0])
 
     def _read(self, earlier: Path) -> tuple[Work, Cluster, dict[str, Any]]:
         """Returns an earlier plan, for other hosts and links if they are given."""

@@ -24,25 +24,15 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.method_candidate import lab_of
+from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.bench.preflight import facts_of_this_host, findings
-from lightning_pipesync.lab.plan.costs import (
-    Waitable,
-    measure_backend,
-    measure_exchange,
-    measure_in_a_row,
-    measure_one_by_one,
-    sizes_for,
-)
-from lightning_pipesync.lab.plan.links import measure_links, outliers, several_connections
-from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.costs import Costs, Waitable, measure_links, outliers, several_connections, sizes_for
+from lightning_pipesync.lab.plan.model import EACH_RANK, PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import is_baseline, predict
-from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.saved import of_result
-from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.lab.plan.trials import Trials, gathered, to_prove
-from lightning_pipesync.lab.plan.work import measure_work, slow_ranks, slowest
+from lightning_pipesync.lab.plan.work import measure_added, measure_work, slow_ranks, slowest, with_refusals
 from lightning_pipesync.training.registry import METHODS
 
 T = TypeVar("T")
@@ -125,11 +115,9 @@ def plan_for(
             *(outliers(links, names) if links is not None else ()),
             *several_connections(cluster.bandwidth, cluster.ranks_per_replica),
             *slow_ranks(everyones, names, baseline.seconds),
-            *_other_network(cluster),
-            *_idle_gpu(device),
+            *_other_devices(cluster, device),
         ],
         "links": None if links is None else asdict(links),
-        "changes": [],
         "predictions": [asdict(one) for one in predictions],
         "measured": {},
     }
@@ -141,47 +129,40 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
     ``num_bytes`` are those of a rank. All ranks of a host exchange at the same time, as in a step.
     """
     bandwidth = measure_bandwidth(stride=replicas.ranks_per_replica)
-    sizes = sizes_for(num_bytes, bandwidth)
-    backend = measure_backend(sizes, device, replicas)
+    costs = Costs(sizes_for(num_bytes, bandwidth), device, replicas)
+    backend = costs.of_backend()
     connect = partial(Transport, device, replicas=replicas.between)
     torus, tree, has_trees = None, None, device.type == "cpu"
     with closing(connect()) as transport:
-        halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, 1, replicas)
-        all_reduces = {"none": measure_one_by_one(_all_reduce(transport, "none"), sizes, device, replicas)}
+        halves = costs.in_a_row(_halves_in_turns(transport), 1)
+        all_reduces = {"none": costs.one_by_one(_all_reduce(transport, "none"))}
     with closing(connect(topology="auto", codec=LOSSY[0])) as transport:  # as methods exchange with a codec
-        all_reduces |= {
-            codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device, replicas) for codec in LOSSY
-        }
+        all_reduces |= {codec: costs.one_by_one(_all_reduce(transport, codec)) for codec in LOSSY}
     if Torus.of(replicas.number) is not None and replicas.mesh is None:
         with closing(connect(topology="torus2d")) as transport:
-            torus = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
+            torus = costs.in_a_row(_halves_in_turns(transport), 1)
     if has_trees and replicas.number > 2:
         with closing(connect(topology="tree")) as transport:
-            tree = measure_in_a_row(_halves_in_turns(transport), sizes, device, 1, replicas)
+            tree = costs.in_a_row(_halves_in_turns(transport), 1)
     exchanges = {}
     for name in METHODS:
         for exchange in lab_of(name).exchanges:
             with suppress(ValueError) if replicas.mesh is not None else nullcontext():  # it refuses them, on all ranks
-                exchanges[exchange.name] = measure_exchange(METHODS[name], exchange, sizes, device, replicas)
-    costs = (backend, halves, all_reduces, exchanges, torus, tree, has_trees)
-    kind = (replicas.ranks_per_replica, device.type != "cpu")
-    measured = Cluster(replicas.number, bandwidth, *costs, *kind)
+                exchanges[exchange.name] = costs.of_exchange(METHODS[name], exchange)
+    kinds = (torus, tree, has_trees, replicas.ranks_per_replica, device.type != "cpu")
+    measured = Cluster(replicas.number, bandwidth, backend, halves, all_reduces, exchanges, *kinds)
     return gathered(measured)[0]  # the same predictions on all ranks
 
 
-def _other_network(cluster: Cluster) -> list[str]:
-    if (bandwidth := cluster.other_bandwidth) is None:
-        return []
-    return [
-        f"The backend's all-reduce carries {rate(cluster.ranks_per_replica * bandwidth)}, where plain TCP has "
-        f"{rate(cluster.host_bandwidth)}: it has another network. With --from, --rate is that of this network."
-    ]
-
-
-def _idle_gpu(device: torch.device | str) -> list[str]:
-    if torch.device(device).type == "cuda" or not torch.cuda.is_available():
-        return []
-    return ["There is a GPU, and this plan is for processors: add --device cuda for a plan over NCCL."]
+def _other_devices(cluster: Cluster, device: torch.device) -> Iterator[str]:
+    """Yields what the plan is not for: another network of the backend, and a GPU."""
+    if (bandwidth := cluster.other_bandwidth) is not None:
+        yield (
+            f"The backend's all-reduce carries {rate(cluster.ranks_per_replica * bandwidth)}, where plain TCP has "
+            f"{rate(cluster.host_bandwidth)}: it has another network. With --from, --rate is that of this network."
+        )
+    if device.type != "cuda" and torch.cuda.is_available():
+        yield "There is a GPU, and this plan is for processors: add --device cuda for a plan over NCCL."
 
 
 def codec_speed(name: str, device: torch.device | str) -> float:

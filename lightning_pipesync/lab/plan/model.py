@@ -1,20 +1,108 @@
-"""What is planned for: the settings of ``pipesync plan``, and the model."""
+"""What is planned for: the settings of ``pipesync plan``, the model, and how ranks hold it."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from pkgutil import resolve_name
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipesync.core.dtensors import is_sharded
+from lightning_pipesync.core.dtensors import is_sharded, local_of
+from lightning_pipesync.core.names import did_you_mean
 from lightning_pipesync.lab.bench.candidates import sharded
-from lightning_pipesync.lab.bench.models import BenchModel, build_model, model_names
+from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, model_names
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a model; with a ``mesh`` FSDP2 shards each among the ranks of its second dimension."""
+
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, ranks_per_replica: int, device: str = "cpu") -> Replicas:
+        """Returns replicas of so many neighboring ranks; a collective call.
+
+        Raises:
+            ValueError: the ranks do not form two or more replicas.
+        """
+        return cls() if ranks_per_replica == 1 else cls(device_mesh(ranks_per_replica, device))
+
+    @property
+    def number(self) -> int:
+        return dist.get_world_size() if self.mesh is None else int(self.mesh.size(0))
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return 1 if self.mesh is None else int(self.mesh.size(1))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard; None: all ranks."""
+        return None if self.mesh is None else self.mesh.get_group(0)
+
+    @property
+    def between(self) -> DeviceMesh | None:
+        """The dimension of the mesh along which methods run."""
+        return None if self.mesh is None else self.mesh["replicas"]
+
+    @property
+    def within(self) -> DeviceMesh | None:
+        """The dimension of the mesh along which FSDP2 shards."""
+        return None if self.mesh is None else self.mesh["shards"]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a method gets besides its settings."""
+        return {} if self.mesh is None else {"replicas": self.between}
+
+    def sharded(self, model: BenchModel) -> BenchModel:
+        """Returns the model, sharded by its layers, if it is to be."""
+        return model if self.mesh is None else sharded(model, self.mesh["shards"])
+
+    def as_shard(self, values: Tensor) -> Tensor:
+        """Returns this rank's shard ``values`` of a tensor that is divided as the model is."""
+        return values if self.mesh is None else DTensor.from_local(values, self.mesh["shards"], [Shard(0)])
+
+
+#: Each rank has a whole model.
+EACH_RANK = Replicas()
+
+
+def device_mesh(ranks_per_replica: int, device: str = "cpu") -> DeviceMesh:
+    """Returns the mesh of all ranks, replicas of neighboring ones, with ``replicas`` and ``shards``; a collective call.
+
+    Raises:
+        ValueError: the ranks do not form two or more replicas.
+    """
+    replicas, rest = divmod(dist.get_world_size(), ranks_per_replica)
+    if rest or replicas < 2:
+        raise ValueError(
+            f"ranks_per_replica={ranks_per_replica} does not divide {dist.get_world_size()} ranks into two or more "
+            "replicas: start a rank for each device with torchrun."
+        )
+    return init_device_mesh(device, (replicas, ranks_per_replica), mesh_dim_names=("replicas", "shards"))
+
+
+def bytes_by_group(module: nn.Module) -> list[int]:
+    """Returns the bytes of this rank's shards in each group of FSDP2's; none of a module that is not sharded."""
+    found, taken = [], set[int]()
+    for child in reversed([child for child in module.modules() if isinstance(child, FSDPModule)]):
+        shards = [local_of(p) for p in child.parameters() if id(p) not in taken]
+        taken |= {id(p) for p in child.parameters()}
+        found.append(sum(shard.numel() * shard.element_size() for shard in shards))
+    return [num_bytes for num_bytes in found if num_bytes]
 
 
 @dataclass(frozen=True)
@@ -59,18 +147,30 @@ class PlanSettings:
             raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}.")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda', and torch finds no GPU here: leave it at 'cpu', or install a CUDA build.")
-        if self.device == "cuda" and self.model.startswith("emulated-"):
+        if self.device == "cuda" and self.model.startswith(EMULATED):
             raise ValueError(f"The layers of {self.model} sleep, and use no GPU: set device='cpu'.")
+
+    def check_model(self) -> None:
+        """Raises ValueError, with a name that is meant, if the module or the function cannot be imported."""
+        if self.model not in model_names():
+            _function_of(self.model)
 
     def build(self, mesh: DeviceMesh | None = None) -> BenchModel:
         """Returns the model, which FSDP2 has sharded along ``mesh`` if that is given.
 
         ValueError if there is no such function, or it returns something else.
         """
-        if mesh is None:
-            return self._on_cpu().to(self.device)
         if self.model in model_names():
-            return sharded(self._on_cpu().to(self.device), mesh)
+            seconds = self.compute_ms / 3000
+            of_emulated: dict[str, Any] = {
+                "scale": self.scale,
+                "forward_seconds": seconds,
+                "backward_seconds": 2 * seconds,
+            }
+            model = build_model(self.model, **(of_emulated if self.model.startswith(EMULATED) else {})).to(self.device)
+            return model if mesh is None else sharded(model, mesh)
+        if mesh is None:
+            return _users_own(self.model).to(self.device)
         model = _users_own(self.model, mesh)
         if not is_sharded(model.module):
             raise ValueError(
@@ -80,24 +180,27 @@ class PlanSettings:
             )
         return model
 
-    def _on_cpu(self) -> BenchModel:
-        if self.model in model_names():
-            if not self.model.startswith("emulated-"):
-                return build_model(self.model)
-            forward = self.compute_ms / 3000
-            return build_model(self.model, scale=self.scale, forward_seconds=forward, backward_seconds=2 * forward)
-        return _users_own(self.model)
+
+def _function_of(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[..., Any] = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            hint = did_you_mean(module, (one.name for one in iter_modules([os.getcwd()])))
+        elif isinstance(error, AttributeError) and module in sys.modules:
+            hint = did_you_mean(function, vars(sys.modules[module]))
+        raise ValueError(f"model={name!r}: {type(error).__name__}: {error}.{hint} Give MODULE:FUNCTION.") from error
+    return found
 
 
 def _users_own(name: str, *arguments: Any) -> BenchModel:
     """Returns what the user's function makes, of a module in the present folder or of an installed one."""
-    try:
-        function = resolve_name(name)
-        if arguments and not signature(function).parameters:
-            raise ValueError("it takes no mesh, along which to shard the module")
-        made = function(*arguments)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model={name!r}: {type(error).__name__}: {error}. Give MODULE:FUNCTION.") from error
+    function = _function_of(name)
+    if arguments and not signature(function).parameters:
+        raise ValueError(f"model={name!r}: it takes no mesh, along which to shard the module.")
+    made = function(*arguments)
     match made:
         case (nn.Module() as module, batch, loss) if callable(loss):
             return BenchModel(name, module, [], lambda rank: batch, loss)

@@ -50,32 +50,23 @@ def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) ->
 def _draw_panels(by_bandwidth: Any, by_hosts: Any, work: Work, cluster: Cluster, result: Mapping[str, Any]) -> None:
     baseline = baseline_of(cluster).upper()
     rates, hosts = [cluster.host_bandwidth * factor for factor in BANDWIDTHS], [float(number) for number in HOSTS]
-    _draw_gains(by_bandwidth, work, cluster, rates, Cluster.with_bandwidth)
-    _draw_gains(by_hosts, work, cluster, hosts, lambda cluster, number: cluster.with_hosts(int(number)))
+    measured_hosts, measured_rate = result["world_size"], cluster.ranks_per_replica * result["cluster"]["bandwidth"]
+    same_hosts, same_rate = cluster.world_size == measured_hosts, cluster.host_bandwidth == measured_rate
     by_bandwidth.set(xlabel="each host's link", title=f"{cluster.world_size} hosts")
     by_hosts.set(xlabel="hosts", title=f"{rate(cluster.host_bandwidth)} each")
     if (enough := enough_bandwidth(work, cluster)) is not None and enough < rates[-1]:
-        by_bandwidth.axvline(
-            enough,
-            color=COLOURS[0],
-            linestyle=":",
-            label=f"{baseline} is enough: {round_rate(enough)}",
-        )
-    same_hosts = cluster.world_size == result["world_size"]
-    same_rate = cluster.bandwidth == result["cluster"]["bandwidth"]
-    measured = cluster.ranks_per_replica * result["cluster"]["bandwidth"]
-    _mark_measured(by_bandwidth, rates, measured if same_hosts else None)
-    _mark_measured(by_hosts, hosts, result["world_size"] if same_rate else None)
-    for panel, here in ((by_bandwidth, cluster.host_bandwidth), (by_hosts, cluster.world_size)):
+        label = f"{baseline} is enough: {round_rate(enough)}"
+        by_bandwidth.axvline(enough, color=COLOURS[0], linestyle=":", label=label)
+    of_bandwidth = (by_bandwidth, rates, cluster.host_bandwidth, Cluster.with_bandwidth, same_hosts, measured_rate)
+    of_hosts = (by_hosts, hosts, cluster.world_size, _with_hosts, same_rate, measured_hosts)
+    for panel, places, here, changed, has_measured, measured in (of_bandwidth, of_hosts):
+        _draw_gains(panel, work, cluster, places, changed)
+        _mark_measured(panel, places, measured if has_measured else None)
         if same_hosts and same_rate:
             _draw_measured(panel, here, predict(work, cluster), result["measured"])
         panel.axhline(1.0, color=COLOURS[0], linewidth=0.8)
-        gains_much = panel.get_ylim()[1] > LOG_FROM
-        panel.set(
-            xscale="log",
-            yscale="log" if gains_much else "linear",
-            ylabel=f"times as fast as {baseline}",
-        )
+        scale = "log" if panel.get_ylim()[1] > LOG_FROM else "linear"
+        panel.set(xscale="log", yscale=scale, ylabel=f"times as fast as {baseline}")
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("{x:g}")
         panel.grid(alpha=0.3)
@@ -84,6 +75,10 @@ def _draw_panels(by_bandwidth: Any, by_hosts: Any, work: Work, cluster: Cluster,
     by_hosts.set_xticks(hosts, [f"{number:g}" for number in hosts], fontsize="small")
     for panel in (by_bandwidth, by_hosts):
         panel.minorticks_off()
+
+
+def _with_hosts(cluster: Cluster, number: float) -> Cluster:
+    return cluster.with_hosts(int(number))
 
 
 def _draw_gains(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import DEFAULT_MB, Work
-from lightning_pipesync.lab.bench.method_candidate import lab_of
+from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.methods.laboratory import Prediction, waiting_share
 from lightning_pipesync.training.registry import METHODS
@@ -82,13 +82,9 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
 
     Those that the method refuses for this model are left out.
     """
-    ddp = [_ddp_in(work, cluster, size) for size in work.bucket_sizes()]
-    groups = [ddp]
-    if cluster.ranks_per_replica > 1:
-        seconds = predict_hsdp(work, cluster)
-        groups = [[Prediction("hsdp", {}, seconds, why=waiting_share(work.seconds, seconds))]]
-    elif _chosen(ddp, work).settings["bucket_mb"] != DEFAULT_MB:
-        groups.append([one for one in ddp if one.settings["bucket_mb"] == DEFAULT_MB])
+    groups = [_of_baseline(work, cluster)]
+    if cluster.ranks_per_replica == 1 and _chosen(groups[0], work).settings["bucket_mb"] != DEFAULT_MB:
+        groups.append([one for one in groups[0] if one.settings["bucket_mb"] == DEFAULT_MB])
     for name in METHODS:
         groups += lab_of(name).predict(work, cluster)
     for group in groups:
@@ -110,26 +106,39 @@ def predict_hsdp(work: Work, cluster: Cluster) -> float:
     return work.profile.seconds_with_all_reduces(ready, durations)
 
 
-def _ddp_in(work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
-    seconds = predict_ddp(work.profile_with("ddp"), cluster.backend, cluster.world_size, bucket_mb)
-    return Prediction("ddp", {"bucket_mb": bucket_mb}, seconds, why=waiting_share(work.seconds_with("ddp"), seconds))
+def _of_baseline(work: Work, cluster: Cluster) -> list[Prediction]:
+    """Returns HSDP, or DDP with each size of buckets."""
+    if cluster.ranks_per_replica > 1:
+        seconds = predict_hsdp(work, cluster)
+        return [Prediction("hsdp", {}, seconds, why=waiting_share(work.seconds, seconds))]
+    profile, computation, found = work.profile_with("ddp"), work.seconds_with("ddp"), []
+    for size in work.bucket_sizes():
+        seconds = predict_ddp(profile, cluster.backend, cluster.world_size, size)
+        found.append(Prediction("ddp", {"bucket_mb": size}, seconds, why=waiting_share(computation, seconds)))
+    return found
 
 
-def enough_bandwidth(work: Work, cluster: Cluster, share: float = LITTLE) -> float | None:
-    """Returns the bytes per second from which on the baseline waits for the network for ``share`` of a step at most.
+def enough_bandwidth(work: Work, cluster: Cluster) -> float | None:
+    """Returns the bytes per second from which on the baseline waits for the network for 5 % of a step at most.
 
     They are a host's. None: it waits for longer at any bandwidth, because of latency or of what processors do.
     """
     computation = work.seconds_with(baseline_of(cluster))
 
-    def waits(bandwidth: float) -> bool:
-        return _baseline(work, cluster.with_bandwidth(bandwidth)) * (1 - share) > computation
+    def waits(exponent: float) -> bool:
+        return _baseline(work, cluster.with_bandwidth(10**exponent)) * (1 - LITTLE) > computation
 
-    return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
+    low, high = 4.0, 13.0
+    if waits(high):
+        return None
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if waits(middle) else (low, middle)
+    return math.pow(10, high)
 
 
-def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> int | None:
-    """Returns the batches to accumulate with which the baseline waits for the network for ``share`` of a step at most.
+def enough_accumulation(work: Work, cluster: Cluster) -> int | None:
+    """Returns the batches to accumulate with which the baseline waits for the network for 5 % of a step at most.
 
     A power of 2, at most :data:`MOST_ACCUMULATED`; None: that is not enough.
     """
@@ -137,24 +146,11 @@ def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> 
     whole_step, computation = _baseline(work, cluster), work.seconds_with(baseline_of(cluster))
     for batches in (2**exponent for exponent in range(MOST_ACCUMULATED.bit_length())):
         whole = (batches - 1) * compute
-        if (whole + whole_step) * (1 - share) <= whole + computation:
+        if (whole + whole_step) * (1 - LITTLE) <= whole + computation:
             return batches
     return None
 
 
 def _baseline(work: Work, cluster: Cluster) -> float:
     """Returns the seconds of a step of HSDP, or of DDP with its best buckets."""
-    if cluster.ranks_per_replica > 1:
-        return predict_hsdp(work, cluster)
-    profile, world_size = work.profile_with("ddp"), cluster.world_size
-    return min(predict_ddp(profile, cluster.backend, world_size, size) for size in work.bucket_sizes())
-
-
-def _first(holds: Callable[[float], bool], low: float, high: float, steps: int = 30) -> float | None:
-    """Returns 10 to the least exponent at which a condition holds that holds from there on; None: it never does."""
-    if not holds(high):
-        return None
-    for _ in range(steps):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return math.pow(10, high)
+    return min(one.seconds for one in _of_baseline(work, cluster))

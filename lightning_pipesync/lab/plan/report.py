@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
+from lightning_pipesync.lab.bench.tables import write_results
+from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import (
     baseline_of,
     enough_accumulation,
@@ -50,7 +53,7 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     blocks = [
         paragraph("\n".join(verdict.sentences)),
         paragraph(_what_is_planned(work, cluster, result)),
-        "".join(paragraph(one, bullet=True) for one in (*result["findings"], *result["changes"])),
+        "".join(paragraph(one, bullet=True) for one in result["findings"]),
         *_tables(predictions, work, measured, "extrapolated" if changed else "predicted"),
         paragraph(_enough(work, cluster)),
         paragraph(_assumptions(work, cluster, result, predictions)),
@@ -60,20 +63,23 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     return "\n".join(block for block in blocks if block)
 
 
+def write_plan(folder: Path, work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
+    """Writes ``plan.json``, ``plan.md`` and ``plan.png``; returns the text of the plan, and where they are."""
+    text = as_markdown(work, cluster, result)
+    write_results(folder, "plan", {"kind": "plan", "results": [result]}, text)
+    draw(work, cluster, result, folder / "plan.png")
+    return f"{text}\nIn {folder}: plan.json, plan.md, plan.png."
+
+
 def _what_is_planned(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
-    ranks, without = cluster.ranks_per_replica, "without communication"
-    hosts = f"{cluster.world_size} hosts"
+    ranks, hosts, without = cluster.ranks_per_replica, f"{cluster.world_size} hosts", "without communication"
     if ranks > 1:
         hosts, without = f"{hosts} of {ranks} ranks, which share a replica,", "without communication between hosts"
+    latency = "" if cluster.latency is None else f" and {milliseconds(cluster.latency)} one way"
     return (
-        f"{result['settings']['model']} on {hosts} with {rate(cluster.host_bandwidth)} each{_latency(cluster)}: a step "
-        f"{without} "
+        f"{result['settings']['model']} on {hosts} with {rate(cluster.host_bandwidth)} each{latency}: a step {without} "
         f"{milliseconds(work.seconds)}, gradients {ranks * work.num_bytes / MIB:.3g} MiB."
     )
-
-
-def _latency(cluster: Cluster) -> str:
-    return "" if cluster.latency is None else f" and {milliseconds(cluster.latency)} one way"
 
 
 def extrapolated(cluster: Cluster, result: Mapping[str, Any]) -> bool:
@@ -121,10 +127,7 @@ def _all_reduce_of(baseline: Prediction, work: Work, cluster: Cluster) -> str:
 
 
 def _tables(
-    predictions: Sequence[Prediction],
-    work: Work,
-    measured: Mapping[str, Mapping[str, Any]],
-    how: str,
+    predictions: Sequence[Prediction], work: Work, measured: Mapping[str, Mapping[str, Any]], how: str
 ) -> Iterator[str]:
     """Yields what was run, what was not, and what cannot be; measured and predicted steps are never in one ranking.
 
@@ -132,34 +135,29 @@ def _tables(
     """
     predicted_ddp = next(one for one in predictions if is_baseline(one))  # the fastest
     times = f"times {predicted_ddp.method.upper()}"
-    headings_of_run = ["measured, in turns", "ms a step", times, "predicted", "off", "peak MiB"]
-    headings_of_rest = [f"{how}, not run", "ms a step", times]
     rounds = rounds_of(predictions, measured) if measured else {}
     ddp = fastest_baseline(predictions, rounds)
     usual = {name: median(seconds) for name, seconds in rounds.items()}
+    failed = {one.name: measured[one.name]["error"] for one in predictions if "error" in measured.get(one.name, {})}
+
+    def cells_of(one: Prediction) -> list[str]:
+        if one.name not in usual:
+            return [one.method, _predicted(one), f"{predicted_ddp.seconds / one.seconds:.2f}"]
+        seconds, peak = usual[one.name], measured[one.name]["resident_bytes"] + work.activation_bytes
+        gain = f"{usual[ddp.name] / seconds:.2f}" if ddp is not None else ""
+        off = f"{one.seconds / seconds - 1:+.0%}"
+        return [one.method, number_of_ms(seconds), gain, _predicted(one), off, f"{peak / MIB:.0f}"]
+
     run = sorted((one for one in predictions if one.name in usual), key=lambda one: usual[one.name])
-    failed = {one.name for one in predictions if "error" in measured.get(one.name, {})}
     rest = [one for one in predictions if one.name not in usual and one.name not in failed]
-
-    def measured_row(one: Prediction) -> Row:
-        gain = f"{usual[ddp.name] / usual[one.name]:.2f}" if ddp is not None else ""
-        peak = (measured[one.name]["resident_bytes"] + work.activation_bytes) / MIB
-        off = f"{one.seconds / usual[one.name] - 1:+.0%}"
-        cells = [one.method, number_of_ms(usual[one.name]), gain, _predicted(one), off, f"{peak:.0f}"]
-        return Row(cells, [one.shown_settings, one.why])
-
-    def predicted_row(one: Prediction) -> Row:
-        return Row(
-            [one.method, _predicted(one), f"{predicted_ddp.seconds / one.seconds:.2f}"], [one.shown_settings, one.why]
-        )
-
-    for headings, found, make in ((headings_of_run, run, measured_row), (headings_of_rest, rest, predicted_row)):
+    headings_of_run = ["measured, in turns", "ms a step", times, "predicted", "off", "peak MiB"]
+    for headings, found in ((headings_of_run, run), ([f"{how}, not run", "ms a step", times], rest)):
         listed: list[str | Row] = []
         for exact, title in KINDS:
-            if some := [make(one) for one in found if one.exact == exact]:
-                listed += [title, *some]
+            rows = [Row(cells_of(one), [one.shown_settings, one.why]) for one in found if one.exact == exact]
+            listed += [title, *rows] if rows else []
         yield table(headings, listed)
-    yield _cannot_be_used({**work.refused, **{name: measured[name]["error"] for name in failed}})
+    yield _cannot_be_used({**work.refused, **failed})
 
 
 def _cannot_be_used(reasons: Mapping[str, str]) -> str:
@@ -218,8 +216,11 @@ def _in_python(one: Prediction) -> str:
         settings = {"bucket_cap_mb": one.settings["bucket_mb"]}
     else:
         package, strategy = "lightning_pipesync", f"{METHODS[one.method].__name__}Strategy"
-    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return f"{INDENT}from {package} import {strategy}\n" + code(f"Trainer(strategy={strategy}(", arguments, "))")
+    return f"{INDENT}from {package} import {strategy}\n" + code(f"Trainer(strategy={strategy}(", _typed(settings), "))")
+
+
+def _typed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 def _between_replicas(one: Prediction, ranks_per_replica: int) -> str:
@@ -227,8 +228,7 @@ def _between_replicas(one: Prediction, ranks_per_replica: int) -> str:
     if is_baseline(one):
         return f"{INDENT}fully_shard(model, mesh=mesh)  # of two dimensions; each layer before\n"
     method = METHODS[one.method].__name__
-    arguments = ", ".join(f"{name}={value!r}" for name, value in one.settings.items())
-    arguments = ", ".join(filter(None, ["model, optimizer", 'replicas=mesh["replicas"]', arguments]))
+    arguments = ", ".join(filter(None, ["model, optimizer", 'replicas=mesh["replicas"]', _typed(one.settings)]))
     return (
         f"{INDENT}from lightning_pipesync import {method}\n"
         f'{INDENT}fully_shard(model, mesh=mesh["shards"])  # each layer before\n'

@@ -1,9 +1,9 @@
-"""Plans that were saved: for other hosts and links than those that were measured, and what has changed since."""
+"""Plans that were saved, and plans for other hosts and links than those that were measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -12,11 +12,7 @@ from typing import Any
 from lightning_pipesync.core.cluster import Algorithm, Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.netlab.units import bits_per_second, parse_delay
-from lightning_pipesync.lab.plan import text
 from lightning_pipesync.lab.plan.predictions import predict
-
-#: Less than this share of a value, or than what it varied by between two rounds, is no change.
-NO_CHANGE = 0.05
 
 
 @dataclass(frozen=True)
@@ -87,35 +83,3 @@ def latency_of(result: Mapping[str, Any]) -> float | None:
 def of_result(result: Mapping[str, Any]) -> tuple[Work, Cluster, dict[str, Any]]:
     """Returns work and cluster of a result of :func:`measure_plan`, and the result itself."""
     return Work.from_dict(result["work"]), Cluster.from_dict(result["cluster"]), dict(result)
-
-
-def changes_since(path: Path, now: Mapping[str, Any]) -> list[str]:
-    """Returns what is better, worse or unchanged since the plan in a ``plan.json``, if it is of the same model."""
-    try:
-        (before,) = json.loads(path.read_text())["results"]
-        of_same = [before[name] == now[name] for name in ("settings", "world_size")]
-        return [f"Since {before['made']}:", *_changes(before, now)] if all(of_same) else []
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    rates = [result["cluster"]["bandwidth"] for result in (before, now)]
-    yield f"network {text.rate(rates[0])}, now {text.rate(rates[1])}: {_verdict(1 / rates[0], 1 / rates[1])}"
-    works = [
-        sum(result["work"]["profile"][part] for part in ("forward", "backward", "update")) for result in (before, now)
-    ]
-    yield f"computation {text.milliseconds(works[0])}, now {text.milliseconds(works[1])}: {_verdict(*works)}"
-    for name, measured in now["measured"].items():
-        rounds = [one.get("seconds") for one in (before["measured"].get(name, {}), measured)]
-        if all(rounds):
-            old, new = map(median, rounds)
-            varies = max(max(seconds) - min(seconds) for seconds in rounds)
-            yield f"{name} {text.milliseconds(old)}, now {text.milliseconds(new)}: {_verdict(old, new, varies)}"
-
-
-def _verdict(before: float, now: float, varies: float = 0.0) -> str:
-    """Returns whether a cost is better, worse or unchanged; ``varies`` is the range of several measurements."""
-    if abs(now - before) <= max(NO_CHANGE * before, varies):
-        return "unchanged"
-    return "better" if now < before else "worse"

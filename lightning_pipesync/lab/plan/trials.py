@@ -14,15 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.torch_private import has_memory, is_dtensor, store_of
-from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.candidates import ddp
-from lightning_pipesync.lab.bench.method_candidate import lab_of, make_candidate
+from lightning_pipesync.lab.bench.candidates import Candidate, ddp, hsdp, lab_of, make_candidate, time_candidates
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.replicas import hsdp
-from lightning_pipesync.lab.bench.round_robin import time_round_robin
-from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.model import EACH_RANK, PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import is_baseline
-from lightning_pipesync.lab.plan.replicas import EACH_RANK, Replicas
 from lightning_pipesync.methods.laboratory import Prediction
 
 T = TypeVar("T")
@@ -92,7 +87,7 @@ class Trials:
     def __init__(self, settings: PlanSettings, replicas: Replicas = EACH_RANK) -> None:
         self._settings, self._replicas = settings, replicas
         self._outcomes: dict[str, dict[str, Any]] = {}
-        self._candidates: dict[str, Candidate] = {}
+        self._trials: list[_Trial] = []
         self._is_full = False
 
     def begin(self, one: Prediction) -> bool:
@@ -101,18 +96,18 @@ class Trials:
             return False
         torch.manual_seed(0)
         before = resident_bytes()
-        candidate, error = _try(one, self._settings, self._replicas)
-        failed = _first_of_all(one.name, error)  # all ranks go on with the same ones
-        if failed is not None and failed.startswith(torch.OutOfMemoryError.__name__) and self._candidates:
-            self._is_full = True
-            failed = f"does not fit in memory beside {len(self._candidates)} others, which are run in turns: {failed}"
-        if candidate is not None and failed is None:
-            self._candidates[one.name] = candidate
+        trial = _Trial(one.name, partial(self._make, one))
+        trial.prepare()
+        trial.begin()
+        trial.drain()
+        if trial.error is None:
+            self._trials.append(trial)
             self._outcomes[one.name] = {"resident_bytes": resident_bytes() - before}
             return True
-        self._outcomes[one.name] = {"error": failed}
-        if candidate is not None:
-            candidate.close()
+        if trial.error.startswith(torch.OutOfMemoryError.__name__) and (others := len(self._trials)):
+            self._is_full = True
+            trial.error = f"does not fit in memory beside {others} others, which are run in turns: {trial.error}"
+        self._outcomes[one.name] = {"error": trial.error}
         return False
 
     def time(self, progress: Callable[[str], object]) -> dict[str, dict[str, Any]]:
@@ -121,63 +116,70 @@ class Trials:
         Returns by name the ``seconds`` of a step in each round, and the ``resident_bytes`` of this rank's tensors
         between two steps; or the ``error`` of a method that failed, the same on all ranks.
         """
-        candidates, errors = self._candidates, dict[str, str]()
-        # Whole periods: the average at their end is part of what a step takes.
-        steps = {name: -(-self._settings.steps // one.period) * one.period for name, one in candidates.items()}
-
-        def attempt(name: str, action: Callable[[Candidate], object]) -> None:
-            """Does nothing for a candidate that has failed; one that fails now is closed, which tells the others."""
-            if name not in errors:
-                try:
-                    action(candidates[name])
-                except Exception as error:  # as in the first steps
-                    errors[name] = _described(error)
-                    candidates[name].close()
-
-        def run(name: str, candidate: Candidate) -> None:
-            for _ in range(steps[name]):
-                candidate.step()
-
-        def after(name: str) -> None:
-            attempt(name, lambda candidate: candidate.drain())
-            failed = _first_of_all(name, errors.get(name))
-            if failed is not None and name not in errors:
-                candidates[name].close()
-            if failed is not None:
-                errors[name] = failed
-            progress(name)
-
-        timed = time_round_robin(
-            {name: partial(attempt, name, partial(run, name)) for name in candidates},
-            self._settings.rounds,
-            before=lambda name: attempt(name, lambda candidate: candidate.begin()),
-            after=after,
-        )
-        for name, candidate in candidates.items():
-            if name in errors:
-                self._outcomes[name] = {"error": errors[name]}
+        timed = time_candidates(self._trials, self._settings.steps, self._settings.rounds, progress)
+        for trial in self._trials:
+            if trial.error is None:
+                self._outcomes[trial.name]["seconds"] = timed[trial.name].seconds
             else:
-                candidate.close()
-                self._outcomes[name]["seconds"] = [seconds / steps[name] for seconds in timed[name].seconds]
+                self._outcomes[trial.name] = {"error": trial.error}
         return self._outcomes
 
-
-def _try(one: Prediction, settings: PlanSettings, replicas: Replicas) -> tuple[Candidate | None, str | None]:
-    """Takes the first steps with a method; returns what is left to be closed, and what has failed."""
-    candidate = None
-    try:
-        mesh = replicas.mesh if is_baseline(one) else replicas.within
-        candidate = candidate_of(one, settings.build(mesh), replicas)
+    def _make(self, one: Prediction) -> Candidate:
+        mesh = self._replicas.mesh if is_baseline(one) else self._replicas.within
+        candidate = candidate_of(one, self._settings.build(mesh), self._replicas)
         if candidate.transport is not None:  # the ranks agree in the default group on what has failed, and go on
             candidate.transport.keep_other_groups()
-        candidate.prepare()
-        candidate.begin()
-        candidate.drain()
-    except Exception as error:  # whatever the user's model raises, perhaps on this rank alone
+        return candidate
+
+
+class _Trial(Candidate):
+    """A candidate that may fail, as whatever the user's model raises, perhaps on one rank alone.
+
+    It has the ``error`` then, and is closed, which tells the others. ``drain`` is a collective call, after which all
+    ranks have the same error.
+    """
+
+    error: str | None = None
+    _candidate: Candidate | None = None
+
+    def __init__(self, name: str, make: Callable[[], Candidate]) -> None:
+        self.name = name
+        try:
+            self._candidate = make()
+            self.period = self._candidate.period
+        except Exception as error:
+            self._fail(error)
+
+    def prepare(self) -> None:
+        self._attempt(lambda candidate: candidate.prepare())
+
+    def begin(self) -> None:
+        self._attempt(lambda candidate: candidate.begin())
+
+    def step(self) -> None:
+        self._attempt(lambda candidate: candidate.step())
+
+    def drain(self) -> None:
+        self._attempt(lambda candidate: candidate.drain())
+        self.error = _first_of_all(self.name, self.error)
+        if self.error is not None:
+            self.close()
+
+    def close(self) -> None:
+        candidate, self._candidate = self._candidate, None
         if candidate is not None:
-            candidate.close()  # which tells the others
-        return None, _described(error)
-    return candidate, None
+            candidate.close()
+
+    def _attempt(self, action: Callable[[Candidate], object]) -> None:
+        if self._candidate is not None:
+            try:
+                action(self._candidate)
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        self.close()
 
 
 def _first_of_all(name: str, error: str | None) -> str | None:
@@ -199,10 +201,6 @@ def _first_of_all(name: str, error: str | None) -> str | None:
             raise RuntimeError(f"{name} failed on rank {dist.get_rank()}, while other ranks wait in it: {error}")
         time.sleep(0.01)
     return next(filter(None, gathered(error)), None)
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def gathered(value: T) -> list[T]:

@@ -2,7 +2,7 @@
 
 from pytorch_lightning import Callback
 
-from lightning_pipesync.lab.plan.in_run import PlanCallbackMixin
+from lightning_pipesync.lab.plan.callback import PlanCallbackMixin
 
 
 class PlanCallback(PlanCallbackMixin, Callback):  # type: ignore[misc]

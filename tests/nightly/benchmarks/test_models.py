@@ -54,11 +54,11 @@ def test_an_emulated_model_has_the_tensors_and_takes_the_time_that_were_asked_fo
 ) -> None:
     """With sleeps that are too long, and layers that compute besides; the last layer's gradients are ready first."""
     clock = Clock()
-    monkeypatch.setattr("lightning_pipesync.lab.bench.models.emulated.time", clock)
+    monkeypatch.setattr("lightning_pipesync.lab.bench.emulated.time", clock)
     forward, backward = 0.2, 0.4
     model = build_model("emulated-resnet50", scale=1e-3, forward_seconds=forward, backward_seconds=backward)
     parameters = dict(model.module.named_parameters())
-    shapes = [tensor.shape for layer in TABLES["resnet50"]().layers for tensor in layer.tensors]
+    shapes = [shape for layer in TABLES["resnet50"]().layers for shape in layer.tensors.values()]
     assert [one.numel() for one in parameters.values()] == [max(1, round(1e-3 * math.prod(shape))) for shape in shapes]
     ready: list[str] = []
     for name, parameter in parameters.items():

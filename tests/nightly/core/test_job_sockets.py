@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from lightning_pipesync.lab.bench import job_sockets
-from lightning_pipesync.lab.bench.job_sockets import JobSockets
+from lightning_pipesync.lab.bench import bandwidth
+from lightning_pipesync.lab.bench.bandwidth import JobSockets
 from tests.support.harness import on_ranks
 
 #: What strangers send first: nothing, and then silence or the end; another token; a part of a token.
@@ -19,7 +19,7 @@ STRANGERS = (None, b"", b"x" * 32, b"x" * 3)
 def meet_strangers() -> tuple[bytes, list[bytes]]:
     """Returns what arrives over the accepted connection, and what the strangers on rank 0 get to read."""
     strangers: list[socket.socket] = []
-    with patch.object(job_sockets, "TOKEN_S", 1.0), JobSockets(backlog=8) as sockets:
+    with patch.object(bandwidth, "TOKEN_S", 1.0), JobSockets(backlog=8) as sockets:
         for words in STRANGERS if dist.get_rank() == 0 else ():
             strangers.append(socket.create_connection(sockets.addresses[0], timeout=60))
             strangers[-1].sendall(words or b"")

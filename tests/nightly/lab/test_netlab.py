@@ -17,6 +17,7 @@ from lightning_pipesync.cli import main
 from lightning_pipesync.lab.netlab import TIMED_OUT, Freeze, Kill, Network, Slow, processes, run_job
 from lightning_pipesync.lab.netlab.kernel import burst_bytes
 from lightning_pipesync.lab.netlab.processes import processes_in
+from tests.drill.links import Links
 from tests.quick.lab.test_netlab import (
     Record,
     namespaces_of,
@@ -229,27 +230,28 @@ def test_a_slow_host_is_stopped_for_the_rest_of_its_share(
 @needs_machine
 def test_links_are_cut_and_mended_and_lose_packets(nothing_left: None) -> None:
     with Network(hosts=2, racks=2) as network:
-        assert network.is_connected(0)
-        network.cut(0)
-        assert not network.is_connected(0)
-        assert network.is_connected(1)
-        network.mend(0)
-        wait_until(lambda: network.is_connected(0))
+        links = Links(network)
+        assert links.is_connected(0)
+        links.cut(0)
+        assert not links.is_connected(0)
+        assert links.is_connected(1)
+        links.mend(0)
+        wait_until(lambda: links.is_connected(0))
         for lossy in (False, True):
             if lossy:
-                network.lose_packets(0)
-            others = network.packets_lost(1)
+                links.lose_packets(0)
+            others = links.packets_lost(1)
             assert run_job(network, python(SEND_PACKETS, network.address(1))) == 0
-            assert (network.packets_lost(0) > 0) == lossy
-            assert network.packets_lost(1) == others
-        network.lose_no_packets(0)
+            assert (links.packets_lost(0) > 0) == lossy
+            assert links.packets_lost(1) == others
+        links.lose_no_packets(0)
         assert rate_in_kernel(network.namespace(0), "eth0") == 10**9
-        before = network.packets_lost(0)
+        before = links.packets_lost(0)
         assert run_job(network, python(SEND_PACKETS, network.address(1))) == 0
-        assert network.packets_lost(0) == before
-        assert not network.is_parted()
-        network.part()
-        assert network.is_parted()
+        assert links.packets_lost(0) == before
+        assert not links.is_parted()
+        links.part()
+        assert links.is_parted()
 
 
 # --- a run that is ended itself

@@ -7,15 +7,15 @@ import os
 import random
 import signal
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.netlab import Network, forwarding, run_job
+from lightning_pipesync.lab.netlab import Network, network, run_job
 from lightning_pipesync.lab.netlab.forwarder import Link, Packet, Way
 from lightning_pipesync.lab.netlab.forwarder import Network as Forwarded
+from tests.drill.links import Links
 from tests.nightly.lab.test_netlab import PROCESSES, _run, at_most, name_of, transfer_rates, without_root
 from tests.quick.lab.test_netlab import Record, namespaces_of, nothing_left, python, shell, wait_until
 
@@ -26,7 +26,7 @@ __all__ = ["nothing_left"]  # a fixture
 def tun(machine: None) -> None:
     """Skips where no TUN device can be made."""
     try:
-        forwarding.check_devices()
+        network.check_devices()
     except RuntimeError as error:
         pytest.skip(str(error))
 
@@ -221,13 +221,8 @@ def test_packets_are_lost_and_segments_sent_again(nothing_left: None) -> None:
 
 @needs_tun
 def test_links_that_are_forwarded_cannot_be_cut(nothing_left: None) -> None:
-    with Network(2, racks=2, delay="1ms") as network:
-        refused: list[Callable[[], object]] = [network.part, network.is_parted]
-        refused += [lambda: network.cut(0), lambda: network.mend(0), lambda: network.is_connected(0)]
-        refused += [lambda: network.lose_packets(0), lambda: network.packets_lost(0)]
-        for call in refused:
-            with pytest.raises(RuntimeError, match="its links cannot be cut"):
-                call()
+    with Network(2, racks=2, delay="1ms") as network, pytest.raises(RuntimeError, match="its links cannot be cut"):
+        Links(network)
 
 
 # --- nothing is left

@@ -18,22 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import LayerWork, MethodWork, Work
-from lightning_pipesync.lab.bench import job_sockets
-from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.job_sockets import JobSockets
-from lightning_pipesync.lab.bench.method_candidate import MethodCandidate
+from lightning_pipesync.lab.bench import bandwidth
+from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth
+from lightning_pipesync.lab.bench.candidates import Candidate, MethodCandidate
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
-from lightning_pipesync.lab.bench.profile import StepRecorder
-from lightning_pipesync.lab.plan import stand_ins, trials
-from lightning_pipesync.lab.plan.costs import measure_exchange
-from lightning_pipesync.lab.plan.links import measure_links
-from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.bench.timing import StepRecorder
+from lightning_pipesync.lab.plan import trials
+from lightning_pipesync.lab.plan import work as plan_work
+from lightning_pipesync.lab.plan.costs import Costs, measure_links
+from lightning_pipesync.lab.plan.model import PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import predict
-from lightning_pipesync.lab.plan.replicas import Replicas
-from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
 from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns
-from lightning_pipesync.lab.plan.work import measure_work
+from lightning_pipesync.lab.plan.work import measure_added, measure_work, with_refusals
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.methods.local_sgd.lab import OUTER
 from lightning_pipesync.training.registry import METHODS
@@ -84,10 +80,10 @@ def layers_of_models() -> tuple[Work, Work]:
 
 
 def costs_of_exchanges() -> dict[str, list[str]]:
-    sizes, cpu, found = [2**12, 2**14, 2**16], torch.device("cpu"), {}
+    measured, found = Costs([2**12, 2**14, 2**16], torch.device("cpu")), {}
     for method in METHODS.values():
         for exchange in method.lab(method).exchanges:
-            costs = measure_exchange(method, exchange, sizes, cpu)
+            costs = measured.of_exchange(method, exchange)
             assert all(cost.all_reduce(2**16, 2) > 0 for cost in costs.values())
             found[exchange.name] = list(costs)
     return found
@@ -95,7 +91,7 @@ def costs_of_exchanges() -> dict[str, list[str]]:
 
 def added_to(num_layers: int) -> dict[str, float]:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
-    with patch.object(stand_ins, "STEPS", 2), patch.object(stand_ins, "ROUNDS", 2):
+    with patch.object(plan_work, "STEPS", 2), patch.object(plan_work, "ROUNDS", 2):
         return measure_added(module, LAYERED, free_cluster(dist.get_world_size()))
 
 
@@ -216,7 +212,7 @@ def refused_by(num_layers: int) -> tuple[dict[str, str], list[str]]:
 
 def measured_without_rank_1(what: str) -> str:
     """Rank 1 tells its address, and does not answer."""
-    with patch.object(job_sockets, "TIMEOUT_S", 1.0):
+    with patch.object(bandwidth, "TIMEOUT_S", 1.0):
         said = ""
         if dist.get_rank() == 0:
             try:

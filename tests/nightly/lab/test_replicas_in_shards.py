@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.hsdp import ALONE
 from benchmarks.memory import Memory
 from benchmarks.resident_memory import forget_peak, map_tensors, peak_bytes, present_bytes
 from benchmarks.sharded import Sharded
 from lightning_pipesync import DeAR
 from lightning_pipesync.core.buckets import MIB, Bucket
+from lightning_pipesync.lab.bench.candidates import HSDP
 from lightning_pipesync.lab.bench.models import EMULATED, build_model
-from lightning_pipesync.lab.bench.replicas import ALONE, HSDP, device_mesh
 from lightning_pipesync.lab.plan.measure import measure_plan
-from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.replicas import Replicas
+from lightning_pipesync.lab.plan.model import PlanSettings, Replicas, device_mesh
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result
 from tests.support.case_table import Outcomes, launch_cases

@@ -14,7 +14,7 @@ import pytorch_lightning
 
 from benchmarks.converge import config_of
 from lightning_pipesync import LocalSGD, PipeSyncPlugin, register_method
-from lightning_pipesync.lab.bench.method_candidate import method_candidates
+from lightning_pipesync.lab.bench.candidates import makers
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.presets import PRESETS
 from lightning_pipesync.training.registry import METHODS, make_config
@@ -81,7 +81,7 @@ def test_benchmarks_know_presets() -> None:
         ("diloco", "local_sgd (diloco)"),
         ("Streaming-DiLoCo:period=50", "local_sgd (Streaming-DiLoCo, period=50)"),
     ):
-        [make] = method_candidates(text, (), ())
+        [make] = makers([text], ())
         declared = make.keywords["declared"]  # type: ignore[attr-defined]
         assert (declared.name, declared.config) == (label, config_of(text))
 
@@ -112,7 +112,7 @@ def test_an_unknown_name_gets_the_closest_one(method: Any, settings: dict[str, A
     [("dilcoo", "Did you mean 'diloco'?"), ("dpd", "Did you mean 'ddp'?"), ("diloco:perido=3", "mean 'period'?")],
 )
 def test_a_benchmark_names_the_closest_one(text: str, said: str) -> None:
-    for parse in (config_of, lambda text: method_candidates(text, (), ["ddp"])):
+    for parse in (config_of, lambda text: makers([text], ())):
         with pytest.raises(ValueError, match=re.escape(said)):
             parse(text)
 

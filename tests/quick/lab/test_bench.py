@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench import job, step_report
-from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
-from lightning_pipesync.lab.bench.step import Step
+from lightning_pipesync.lab.bench import benchmark
+from lightning_pipesync.lab.bench.step import COLUMNS, Step, as_markdown, rows_of
 from lightning_pipesync.lab.bench.tables import show, table
+from lightning_pipesync.lab.bench.timing import Timed, median_and_quartiles, time_round_robin
 from tests.support.bench_runs import assert_pictures, result_of
 from tests.support.case_table import launch_cases
 from tests.support.commands import environment
@@ -42,7 +42,7 @@ def step_result() -> dict[str, Any]:
 
 
 def test_rows_of_the_step_table() -> None:
-    rows = {row.name: row for row in step_report.rows_of(step_result()["runs"][0])}
+    rows = {row.name: row for row in rows_of(step_result()["runs"][0])}
     assert rows["quick"].over_ddp == pytest.approx(0.4 / 0.32), "DDP with its best bucket size"
     assert rows["quick"].of_limit == pytest.approx(0.3 / 0.32)
     assert rows["DDP, 1 MiB"].exposed == pytest.approx(0.2)
@@ -50,7 +50,7 @@ def test_rows_of_the_step_table() -> None:
     assert rows["quick"].prediction_error is None
     assert rows["quick"].scaling_efficiency == pytest.approx(0.95)
     assert rows["no communication"].scaling_efficiency == 1.0
-    text = step_report.as_markdown([step_result()])
+    text = as_markdown([step_result()])
     assert "| DDP, 25 MiB | 400 | 400-400 | 1.00 | 75% | 87% | 76% | 50 | +10% |" in text
 
 
@@ -63,10 +63,10 @@ def test_no_name_and_no_number_of_a_table_is_cut(
     name = "selsync (overlap=forward, compression=int8), synchronized step, 25 MiB"
     seconds = {"seconds": [1.1, 1.234, 1.345], "processor_seconds": [1.234]}
     result["runs"][0]["candidates"].append({**result["runs"][0]["candidates"][-1], "name": name, **seconds})
-    show(step_report.as_markdown([result]))
+    show(as_markdown([result]))
     shown = capsys.readouterr().out
     assert "…" not in shown
-    assert {*name.split(), "1234", "1167-1289", *" ".join(step_report.COLUMNS).split()} <= {*shown.split()}
+    assert {*name.split(), "1234", "1167-1289", *" ".join(COLUMNS).split()} <= {*shown.split()}
     monkeypatch.setenv("COLUMNS", "40")
     cells = [f"method_{number}" for number in range(9)]
     show(table(["", *cells[1:]], [cells]))
@@ -120,7 +120,7 @@ def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:
     """Otherwise a rank that is early may connect to itself there, and rank 0 could not open its store."""
     lines: list[str] = []
     script = "import os, socket; socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])))"
-    assert job._run_here([sys.executable, "-S", "-c", script], 1, lambda _, line: lines.append(line)) == 1
+    assert benchmark._run_here([sys.executable, "-S", "-c", script], 1, lambda _, line: lines.append(line)) == 1
     assert "Address already in use" in lines[-1]
 
 
@@ -129,7 +129,7 @@ def test_a_benchmark_that_is_ended_leaves_no_ranks(tmp_path: Path) -> None:
     rank = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     script = f"""
 import sys
-from lightning_pipesync.lab.bench.job import _run_here
+from lightning_pipesync.lab.bench.benchmark import _run_here
 _run_here([sys.executable, "-S", "-c", {rank!r}], 2, lambda rank, line: print(line, end="", flush=True))
 """
     words = [sys.executable, "-c", script]

@@ -13,10 +13,10 @@ import pytest
 
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.jobs import Lines
-from lightning_pipesync.lab.bench.benchmark import make_hosts
+from lightning_pipesync.lab.bench.benchmark import check_hosts
 from lightning_pipesync.lab.netlab import Network, Slow, run_job
+from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.netlab.faults import parse_slow
-from lightning_pipesync.lab.netlab.options import LinkOptions
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
 from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse_share
 
@@ -105,7 +105,16 @@ def test_what_users_write_has_units() -> None:
         ("--hosts 2 --kill 1@soon -- true", "'soon' is not a duration"),
         ("--hosts 2 --freeze one@1s -- true", "freeze: 'one@1s' names no host"),
         ("--hosts 2 --timeout 0s -- true", "timeout_s must be positive"),
-        ("--hosts 2 --", "There is no command"),
+        (
+            "--hosts 2 --",
+            "There is no command for the hosts to run: write it after two dashes, as in -- python train.py",
+        ),
+        ("--hosts 2", "write it after two dashes"),
+        (
+            "--hosts 2 python -u train.py",
+            "'python' is no option: write the command after two dashes, as in -- python -u",
+        ),
+        ("--hosts=2 train.py --epochs 3", "'train.py' is no option: write the command after two dashes"),
         ("--hosts 2 --delay 40", "delay: '40' is not a delay"),
         ("--hosts 2 --delay=-1ms", "delay: '-1ms' is not a delay"),
         ("--hosts 2 --delay 4ms --jitter 40ms", "jitter='40ms' is more than delay='4ms'"),
@@ -134,9 +143,10 @@ def test_commands_that_emulate_links_refuse_the_same(command: str, capsys: pytes
 
 def test_options_of_a_network_need_its_rate() -> None:
     with pytest.raises(ValueError, match="delay='40ms' is for an emulated network: give its rate"):
-        make_hosts([2], LinkOptions(delay="40ms"))
-    (hosts,) = make_hosts([2], LinkOptions(rate="20mbit", delay="40ms", loss="0.1%"))
-    assert hosts.links.in_words() == "20mbit, delay 40ms, loss 0.1%"
+        check_hosts([2], LinkOptions(delay="40ms"))
+    links = LinkOptions(rate="20mbit", delay="40ms", loss="0.1%")
+    check_hosts([2], links)
+    assert links.in_words() == "20mbit, delay 40ms, loss 0.1%"
 
 
 def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

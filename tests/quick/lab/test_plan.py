@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
+from lightning_pipesync.lab.bench import benchmark
 from lightning_pipesync.lab.bench.step import predict_ddp
-from lightning_pipesync.lab.netlab import user_namespace
+from lightning_pipesync.lab.netlab import network
 from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result, read_plan
@@ -332,6 +334,29 @@ def test_a_model_that_cannot_be_measured_has_no_plan(
     assert not (tmp_path / "plan").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("trian:for_plan", "ModuleNotFoundError: No module named 'trian'. Did you mean 'train'? Give MODULE:FUNCTION."),
+        (
+            "train:for_plna",
+            "module 'train' has no attribute 'for_plna'. Did you mean 'for_plan'? Give MODULE:FUNCTION.",
+        ),
+        ("train_needs:for_plan", "ModuleNotFoundError: No module named 'trains'. Give MODULE:FUNCTION."),
+    ],
+)
+def test_a_typo_in_the_model_is_told_before_anything_starts(
+    model: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("def for_plan(): ...")
+    (tmp_path / "train_needs.py").write_text("import trains")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr(benchmark, "run_on", lambda *_: pytest.fail("it started ranks"))
+    assert main(["plan", "--model", model]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["plan"], ["bench", "step"]])
 def test_what_cannot_be_is_told_before_anything_is_measured(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -348,7 +373,7 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
         assert "srun --ntasks-per-node=1 torchrun" in said
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(user_namespace, "enter_user_namespace", lambda: pytest.fail("it has no way to the others"))
+    monkeypatch.setattr(network, "enter_user_namespace", lambda: pytest.fail("it has no way to the others"))
     monkeypatch.setattr("sys.argv", ["pipesync", *words, "--rate", "1gbit"])
     assert main() == 2
     said = " ".join(capsys.readouterr().err.split())

@@ -16,12 +16,12 @@ from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench import preflight
 from lightning_pipesync.lab.bench.preflight import HostFacts, exchange_facts, facts_of_this_host, findings
-from lightning_pipesync.lab.plan import links as plan_links
-from lightning_pipesync.lab.plan.links import Links, outliers, partners, several_connections
+from lightning_pipesync.lab.plan import costs as plan_costs
+from lightning_pipesync.lab.plan.costs import Links, outliers, partners, several_connections
 from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.report import as_markdown
-from lightning_pipesync.lab.plan.saved import Elsewhere, changes_since, latency_of, of_result, read_plan
+from lightning_pipesync.lab.plan.saved import Elsewhere, latency_of, of_result, read_plan
 from lightning_pipesync.lab.plan.text import WIDTH
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import slow_ranks
@@ -91,7 +91,7 @@ def result_of(at: Cluster, measured: dict[str, dict[str, Any]], work: Work = WOR
     """What a plan saves."""
     saved = {"made": "2026-01-01 12:00", "settings": {"model": "train:for_plan"}, "world_size": at.world_size}
     saved |= {"cluster": asdict(at), "work": asdict(work), "links": None, "measured": measured}
-    return {**saved, "findings": [], "codecs": {}, "changes": []}
+    return {**saved, "findings": [], "codecs": {}}
 
 
 def report(measured: dict[str, dict[str, Any]], at: Cluster, work: Work = WORK) -> str:
@@ -296,7 +296,7 @@ def test_an_interface_that_is_not_known_is_not_advised() -> None:
 
 @pytest.mark.parametrize(("several", "found"), [(1.2e9, 0), (2e9, 1)])
 def test_several_connections_are_recommended_where_they_carry_more(several: float, found: int) -> None:
-    with patch.object(plan_links, "measure_bandwidth", lambda connections, stride: several):
+    with patch.object(plan_costs, "measure_bandwidth", lambda connections, stride: several):
         told = several_connections(1e9)
     assert len(told) == found
     assert all(one.startswith("One TCP connection carries 8 Gbit/s, 4 carry 16 Gbit/s") for one in told)
@@ -379,22 +379,3 @@ def test_what_says_how_to_measure_is_refused_where_nothing_is_measured(
 def test_settings_that_cannot_be_are_refused(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", option]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_what_has_changed_since(tmp_path: Path) -> None:
-    def of(bandwidth: float, **steps: list[float]) -> dict[str, Any]:
-        return result_of(cluster(bandwidth), {name: {"seconds": seconds} for name, seconds in steps.items()})
-
-    path = tmp_path / "plan.json"
-    now = of(0.5e8, ddp=[0.1, 0.11], dear=[0.3, 0.31], pipe_sgd=[0.1, 0.2], local_sgd=[0.05])
-    assert changes_since(path, now) == []
-    before = of(1e8, ddp=[0.1, 0.1], dear=[0.2, 0.21], pipe_sgd=[0.11, 0.11])
-    path.write_text(json.dumps({"results": [before]}))
-    assert changes_since(path, now)[1:] == [
-        "network 800 Mbit/s, now 400 Mbit/s: worse",
-        "computation 100 ms, now 100 ms: unchanged",
-        "ddp 100 ms, now 105 ms: unchanged",
-        "dear 205 ms, now 305 ms: worse",
-        "pipe_sgd 110 ms, now 150 ms: unchanged",
-    ]
-    assert changes_since(path, {**now, "world_size": 8}) == []

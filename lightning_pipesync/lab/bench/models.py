@@ -1,7 +1,10 @@
-"""Real models that need no download: two small ones, and two that ``transformers`` builds from their configurations."""
+"""What the benchmarks train, without downloads: small models, two of ``transformers``, and emulated ones that sleep."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -9,11 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.extras import check_extra
-from lightning_pipesync.lab.bench.models.bench_model import BenchModel
+from lightning_pipesync.core.torch_private import map_tensors
+from lightning_pipesync.lab.bench.emulated import TABLES, EmulatedModel, ModelTable
+from lightning_pipesync.lab.bench.emulated import computation_seconds as computation_seconds
 
+#: What the name of an emulated network begins with.
+EMULATED = "emulated-"
 _VOCABULARY, _TOKENS = 1024, 64
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A module with its batches and its loss."""
+
+    #: The name in tables.
+    name: str
+    module: nn.Module  #: in fp32
+    #: Its parts for ``fully_shard`` of FSDP2, in the order of execution.
+    layers: list[nn.Module]
+    #: Returns the batch of a rank, the same in every call.
+    make_batch: Callable[[int], Any]
+    #: Returns the loss (0-dim) of the module on a batch.
+    loss: Callable[[nn.Module, Any], Tensor]
+    #: Returns the optimizer of the module; None: that of all candidates.
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
+
+    def to(self, device: torch.device | str) -> BenchModel:
+        """Returns the model with its module, which is moved, and its batches on a device."""
+        if torch.device(device).type == "cpu":
+            return self
+
+        def make_batch(rank: int) -> Any:
+            return map_tensors(lambda tensor: tensor.to(device), self.make_batch(rank))
+
+        return replace(self, module=self.module.to(device), make_batch=make_batch)
 
 
 class TransformerLM(nn.Module):
@@ -141,3 +176,79 @@ def _transformers(name: str) -> Any:
     """Imports and returns the package, which is needed for its models only."""
     check_extra("transformers", f"The model {name}", "transformers")
     return import_module("transformers")
+
+
+_REAL: dict[str, Callable[..., BenchModel]] = {
+    "transformer": transformer,
+    "transformer-14m": partial(transformer, name="transformer-14m", hidden=512, heads=8),
+    "cnn": cnn,
+    "resnet50": resnet50,
+    "bert-base": bert_base,
+}
+
+
+def model_names() -> list[str]:
+    """Returns the names for :func:`build_model`."""
+    return [*_REAL, *(EMULATED + name for name in TABLES)]
+
+
+def build_model(
+    name: str,
+    *,
+    batch_size: int | None = None,
+    scale: float = 1.0,
+    forward_seconds: float = 0.0,
+    backward_seconds: float = 0.0,
+) -> BenchModel:
+    """Builds a model: ``resnet50`` computes, ``emulated-resnet50`` sleeps for as many seconds as given.
+
+    ``scale`` is the number of values of an emulated model over the true number. The weights of a real model come from
+    torch's global generator. ModuleNotFoundError if ``transformers`` builds the model and is not installed.
+    """
+    if name not in model_names():
+        raise ValueError(f"model={name!r} is not known; there are {', '.join(model_names())}.")
+    if name in _REAL:
+        if (scale, forward_seconds, backward_seconds) != (1.0, 0.0, 0.0):
+            raise ValueError(
+                f"scale={scale!r}, forward_seconds={forward_seconds!r} and backward_seconds={backward_seconds!r} are "
+                f"settings of emulated models: {name} has its true size, and takes the time that it needs."
+            )
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size!r}.")
+        return _REAL[name]() if batch_size is None else _REAL[name](batch_size)
+    if batch_size is not None:
+        raise ValueError(f"batch_size={batch_size!r}: {name} has none; set its forward_seconds and backward_seconds.")
+    table = TABLES[name.removeprefix(EMULATED)]()
+    compute = {"forward_seconds": forward_seconds, "backward_seconds": backward_seconds}
+    return _emulated(name, EmulatedModel(table, scale, **compute))
+
+
+def stand_in(model: nn.Module, scale: float = 0.0) -> BenchModel:
+    """Returns a model with as many layers and trainable tensors as another, on its device, that takes no time.
+
+    A tensor has ``scale`` times as many values as the other model's, and at least one.
+    """
+    table, seen = ModelTable(type(model).__name__), set[Tensor]()
+    for name, module in model.named_modules():
+        held = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in seen]
+        seen |= set(held)
+        if held:
+            sizes = [max(1, round(scale * tensor.numel())) for tensor in held]
+            table.block = name
+            table.add("", 1, **{f"tensor{i}": (size,) for i, size in enumerate(sizes)})
+    module = EmulatedModel(table, forward_seconds=0.0, backward_seconds=0.0)
+    return _emulated("stand-in", module).to(next(model.parameters()).device)
+
+
+def _emulated(name: str, module: EmulatedModel) -> BenchModel:
+    return BenchModel(name, module, list(module), _value_of_rank, _half_square)
+
+
+def _value_of_rank(rank: int) -> Tensor:
+    """Returns the batch of an emulated model, a 0-dim tensor that is also its gradient with ``_half_square``."""
+    return torch.tensor(float(rank + 1))
+
+
+def _half_square(module: nn.Module, batch: Tensor) -> Tensor:
+    output: Tensor = module(batch)
+    return output.square() / 2
