@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.baselines.power_sgd import DDPConfig, DDPWithPowerSGD, PowerSGDConfig
+from benchmarks.baselines.power_sgd import DDPConfig, DDPWithPowerSGD, PowerSGDConfig, least_mib
 from benchmarks.tasks import Task
-from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
@@ -207,11 +206,6 @@ def _candidate(task: Task, model: BenchModel, name: str, config: Any) -> Trainab
         return make(model, config)
     divided_data = task.labels_per_worker is not None
     return MethodCandidate(model, METHODS[name], lab_of(name).training(config, dist.get_world_size(), divided_data))
-
-
-def least_mib(num_bytes: float) -> float:
-    """Returns the least MiB that a rank sends in an all-reduce of so many bytes, those of a ring."""
-    return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * num_bytes / MIB
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:

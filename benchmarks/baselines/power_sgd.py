@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.training import least_mib
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.candidates import Trainable
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.step import gradient_bytes
@@ -69,3 +70,8 @@ class DDPWithPowerSGD(Trainable):
                 numel = min(numel, self._config.rank * (rows + numel // rows))
             num_bytes += numel * parameter.element_size()
         return num_bytes
+
+
+def least_mib(num_bytes: float) -> float:
+    """Returns the least MiB that a rank sends in an all-reduce of so many bytes, those of a ring."""
+    return 2 * (dist.get_world_size() - 1) / dist.get_world_size() * num_bytes / MIB
