@@ -160,9 +160,6 @@ RUNS = {
         "sync.detach()",
     ),
     ("replicas", "from lightning_pipesync import LocalSGD\n"): Run(LIGHTHOUSE, "server.shutdown()", init=False),
-    ("replicas", "from lightning_pipesync import PipeSyncAccelerator"): Run(
-        LIGHTHOUSE, "accelerator.end_training()\nserver.shutdown()", ranks=1, init=False
-    ),
     ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
 }
 IN_SESSION = "starts ranks from a session, as the tests of notebooks in tests/nightly/launch do"
