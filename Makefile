@@ -83,7 +83,7 @@ test-kernels: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
-# Faults strike small trainings: `make drill DRILL_ARGS="--faults 100 --kinds kill freeze"`; docs/drill.md.
+# Faults strike small trainings: `make drill DRILL_ARGS="--faults 100 --kinds kill freeze"`; docs/testing.md.
 drill: $(READY)
 	$(BIN)/python -m tests.drill $(DRILL_ARGS)
 

@@ -65,7 +65,6 @@ RUNS = {
         "args = TrainingArguments(folder, max_steps=2, use_cpu=True, report_to=[], save_strategy='no')",
         "trainer.train()",
     ),
-    ("adding_a_method", "from collections.abc import Sequence"): Run(continues=True),
     ("diloco_across_sites", "import json"): Run(
         """import sys\nsys.argv = ["sites.py", '{"steps": 1, "period": 4}']""", init=False
     ),
@@ -113,12 +112,17 @@ RUNS = {
         "from torch.optim import AdamW", "dist.barrier()", ranks=4
     ),
     ("sharded_models", "from lightning.pytorch import Trainer"): Run(ranks=4, init=False),
-    ("sharded_models", "from lightning.fabric import Fabric"): Run(ranks=4, init=False),
-    ("sharded_models", "from accelerate import ParallelismConfig\nfrom accelerate"): Run(
-        needs="accelerate.parallelism_config", ranks=4, init=False
+    ("sharded_models", "from lightning.fabric import Fabric"): Run(
+        after="for x, y in fabric.setup_dataloaders(loader):\n"
+        "    fabric.backward(loss_function(model(x), y))\n"
+        "    optimizer.step()",
+        ranks=4,
+        init=False,
     ),
-    ("sharded_models", "from accelerate import ParallelismConfig\nfrom transformers"): Run(
-        "from tests.support.transformers_models import Words, llama\ntexts, llama = Words(), llama()",
+    ("sharded_models", "from accelerate import ParallelismConfig"): Run(
+        after="for x, y in accelerator.prepare_train_loader(loader):\n"
+        "    accelerator.backward(loss_function(model(x), y))\n"
+        "    optimizer.step()",
         needs="accelerate.parallelism_config",
         ranks=4,
         init=False,
@@ -156,9 +160,6 @@ RUNS = {
         "sync.detach()",
     ),
     ("replicas", "from lightning_pipesync import LocalSGD\n"): Run(LIGHTHOUSE, "server.shutdown()", init=False),
-    ("replicas", "from lightning_pipesync import PipeSyncAccelerator"): Run(
-        LIGHTHOUSE, "accelerator.end_training()\nserver.shutdown()", ranks=1, init=False
-    ),
     ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
 }
 IN_SESSION = "starts ranks from a session, as the tests of notebooks in tests/nightly/launch do"
