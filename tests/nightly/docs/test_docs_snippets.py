@@ -100,7 +100,6 @@ RUNS = {
     ("launching", "import os"): Run("import os\nos.environ |= {'LOCAL_WORLD_SIZE': '1', 'GROUP_WORLD_SIZE': '2'}"),
     # A rank that ended at once would reset the connections that another still makes.
     ("netlab", "import torch\n"): Run(init=False, after="torch.distributed.barrier()"),
-    ("parameter_server", "sync = ParameterServer(model, optimizer, servers=1"): Run(after="sync.detach()"),
     ("parameter_server", "sync = ParameterServer(model, optimizer, policy="): Run(after="sync.detach()"),
     ("plain_loop", "loss_function(model(x), y)"): Run(SELSYNC, "sync.detach()"),
     ("plain_loop", "scaler.scale"): Run(

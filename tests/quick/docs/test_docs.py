@@ -30,8 +30,7 @@ ARGUMENTS = {
     *("process_group_backend", "start_method", "ranks_per_replica", "tensor_parallel_size", "parallelize_fn"),
 }
 #: What each method's page has in this order, besides sections of its own.
-SECTIONS = ["The idea", "When to use it", "Settings", "Logged", "Guarantees and limits"]
-SECTIONS += ["What is supported", "Evidence"]
+SECTIONS = ["The idea", "When to use it", "Settings", "What it costs", "In your code", "What is supported", "Metrics"]
 API_PAGES = sorted((DOCS / "api").glob("*.md"))
 
 
