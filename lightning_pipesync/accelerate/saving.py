@@ -25,6 +25,7 @@ from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.session import Sessions
 from lightning_pipesync.training.sharded_state import whole_state
+from lightning_pipesync.training.state import layout_of
 
 
 class SavingAccelerator(WatchedAccelerator):
@@ -117,14 +118,16 @@ class SavingAccelerator(WatchedAccelerator):
         With ``checkpoint_replicas=False`` nothing is written.
         """
         wanted = self.pipesync is None or self.pipesync.config.checkpoint_replicas
+        methods = self._sessions.methods if wanted else []
         states = RankStates(
-            [method.state_dict() for method in self._sessions.methods] if wanted else [],
+            [method.state_dict() for method in methods],
             [loader.state_dict() for loader in elastic_loaders(self)],
             None if self.scaler is None else self.scaler.state_dict(),
             self.data_seed,
         )
         name = "" if self.pipesync is None else self.pipesync.method
-        save_rank_states(folder, states, name, self.process_index, self.num_processes, prepared_models(self))
+        layout = layout_of(methods[0].transport) if methods else {}
+        save_rank_states(folder, states, name, self.process_index, layout, prepared_models(self))
 
     @override
     def load_state(
