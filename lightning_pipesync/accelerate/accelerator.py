@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -38,7 +39,6 @@ from lightning_pipesync.accelerate.sharding import (
 )
 from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.faults.errors import is_normal_end
-from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
 from lightning_pipesync.methods.settings import warn_of_one_rank
@@ -97,7 +97,7 @@ class PipeSyncAccelerator(LoadingAccelerator):
         if self.pipesync is not None:
             self._watch_job(self.pipesync.config.timeout_s)
         self._sessions = Sessions()
-        at_shutdown(self._sessions.end)  # a script need not call end_training()
+        self._sessions.end_at_shutdown()  # a script need not call end_training()
         self._preparing = False
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
@@ -306,13 +306,14 @@ class PipeSyncAccelerator(LoadingAccelerator):
     def _attach(self) -> None:
         """Attaches a method to prepared models and optimizers, when :meth:`prepare` is complete; a collective call."""
         if (plugin := self._synced) is not None and not self._preparing:
+            accelerator = weakref.ref(self)  # what the threads of a method refer to would never be dropped
             plan = MethodPlan(
                 plugin.method,
                 plugin.config,
                 ranks_of_host(),
                 self._traffic_backend,
                 loads_data=not self.is_job,
-                steps_per_epoch=self._steps_per_epoch,
+                steps_per_epoch=lambda: None if (held := accelerator()) is None else held._steps_per_epoch(),
                 replicas_of=lambda module: replicas_of(self) if is_sharded(module) else None,
             )
             self._sessions.attach(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import abstractmethod
 from typing import Any
 
@@ -20,7 +21,7 @@ class JoiningAccelerator(ShardingAccelerator):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._handed: dict[str, Any] = {"accelerator": HandedOver(self)}
+        self._handed: dict[str, Any] = {"accelerator": HandedOver(weakref.proxy(self))}
 
     def join(self) -> None:
         """Joins the other replicas, if they are jobs of their own (``lighthouse``), after a checkpoint was loaded.
@@ -110,7 +111,7 @@ class JoiningAccelerator(ShardingAccelerator):
 class HandedOver:
     """What an Accelerator hands over to a new job besides the method's state: what it saves besides models."""
 
-    def __init__(self, accelerator: JoiningAccelerator) -> None:
+    def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
