@@ -58,8 +58,12 @@ def prepared_loaders(accelerator: Any) -> list[Any]:
 
 
 def saved_besides_optimizers(accelerator: Any) -> dict[str, list[Any]]:
-    """Returns the prepared schedulers and registered objects, which an Accelerator saves with models and optimizers."""
-    return {"schedulers": list(accelerator._schedulers), "registered objects": list(accelerator._custom_objects)}
+    """Returns what has a state that an Accelerator saves besides those of models and optimizers."""
+    return {
+        "schedulers": list(accelerator._schedulers),
+        "registered objects": list(accelerator._custom_objects),
+        "loss scalers": [] if accelerator.scaler is None else [accelerator.scaler],
+    }
 
 
 def add_prepared_loader(accelerator: Any, loader: Any) -> None:

@@ -6,10 +6,16 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import is_initialized
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
+from lightning_pipesync.accelerate.private import add_prepared_model, mark_prepared
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
@@ -101,6 +107,25 @@ def replicas_of(accelerator: Accelerator) -> DeviceMesh | None:
     """Returns the dimension of the replicas of the Accelerator's device mesh; None if it has none."""
     mesh: DeviceMesh | None = getattr(accelerator, "torch_device_mesh", None)
     return mesh[REPLICAS] if mesh is not None and REPLICAS in (mesh.mesh_dim_names or ()) else None
+
+
+def prepare_beside_sharded(accelerator: Accelerator, given: list[Any]) -> list[Any]:
+    """Prepares what belongs to a model that is sharded already.
+
+    Accelerate would look up the parameters of its optimizers by their addresses, and all empty shards share one.
+    """
+    prepared = [accelerator.prepare_optimizer(one) if isinstance(one, Optimizer) else one for one in given]
+    for index, one in enumerate(prepared):
+        if isinstance(one, nn.Module):
+            add_prepared_model(accelerator, one)
+        elif isinstance(one, DataLoader):
+            prepared[index] = accelerator.prepare_data_loader(one)
+        elif isinstance(one, LRScheduler):
+            prepared[index] = accelerator.prepare_scheduler(one)
+    for one in prepared:
+        if isinstance(one, (Optimizer, AcceleratedScheduler)):
+            mark_prepared(one)
+    return prepared
 
 
 def _plugin(settings: dict[str, Any]) -> FullyShardedDataParallelPlugin | None:
