@@ -27,13 +27,12 @@ from lightning_pipesync.accelerate.launched import (
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer, synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import (
-    add_prepared_loader,
     check_accelerator,
     check_marked,
     is_prepared,
     mark_prepared,
     prepared_loaders,
-    replace_prepared_optimizer,
+    prepared_optimizers,
 )
 from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.accelerate.sharding import (
@@ -176,7 +175,8 @@ class PipeSyncAccelerator(SavingAccelerator):
             check_unscaling(prepared.optimizer, "mixed_precision='fp16'", "a method")
         if not isinstance(prepared, SynchronizedOptimizer):
             synchronized = SynchronizedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
-            replace_prepared_optimizer(self, prepared, synchronized)
+            known = prepared_optimizers(self)
+            known[[id(one) for one in known].index(id(prepared))] = synchronized
             prepared = synchronized
         prepared.sessions = self._sessions
         self._sessions.add_optimizer(prepared.optimizer)
@@ -265,7 +265,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             counted = divided_anew(self, data_loader, plugin.config, loaders.shared_seed(self), self._end_if_left)
             prepared: Any = self.elastic_loader_type(counted, self.join)
             mark_prepared(prepared)
-            add_prepared_loader(self, prepared)
+            prepared_loaders(self).append(prepared)
             self._meet_others()
         else:
             seed = self._shared_seed()

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather_object, send_to_devic
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_pipesync.accelerate.epochs import EpochLoader, SeededSampler
-from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, prepared_loaders
+from lightning_pipesync.accelerate.private import mark_prepared, prepared_loaders
 from lightning_pipesync.data import adjusted_batch_size
 from lightning_pipesync.data.loaders import num_batches, sampler_of, with_order
 from lightning_pipesync.data.order import in_order, replaceable_order
@@ -172,7 +172,7 @@ def _prepared(
     if not isinstance(order, WorkQueueBatches):  # which counts its epochs itself
         prepared = EpochLoader(prepared, inject)
     mark_prepared(prepared)
-    add_prepared_loader(accelerator, prepared)
+    prepared_loaders(accelerator).append(prepared)
     return prepared
 
 

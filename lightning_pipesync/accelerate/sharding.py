@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.accelerate.private import add_prepared_model, mark_prepared
+from lightning_pipesync.accelerate.private import mark_prepared, prepared_models
 from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.session import contains
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -117,7 +118,8 @@ def prepare_beside_sharded(accelerator: Accelerator, given: list[Any]) -> list[A
     prepared = [accelerator.prepare_optimizer(one) if isinstance(one, Optimizer) else one for one in given]
     for index, one in enumerate(prepared):
         if isinstance(one, nn.Module):
-            add_prepared_model(accelerator, one)
+            if not contains(prepared_models(accelerator), one):
+                prepared_models(accelerator).append(one)
         elif isinstance(one, DataLoader):
             prepared[index] = accelerator.prepare_data_loader(one)
         elif isinstance(one, LRScheduler):
