@@ -343,11 +343,9 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         # A method reads weights and optimizer states when it is attached, so they are loaded without one.
         self._sessions.return_optimizer_states()
         self._sessions.detach()
-        if load_kwargs is not None:  # which Accelerate 1.3 does not have
-            load_model_func_kwargs["load_kwargs"] = load_kwargs
         try:
             with self.optimizers_given_back():
-                super().load_state(input_dir, **load_model_func_kwargs)
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         finally:
             hook.remove()
             self._attach()

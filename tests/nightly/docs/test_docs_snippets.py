@@ -25,14 +25,12 @@ class Run:
 
     Attributes:
         before, after: code that its reader has besides.
-        needs: a module that is not in the oldest versions.
         continues: whether it needs what the snippet before it has made, which is run first.
         init: whether the process group exists.
     """
 
     before: str = ""
     after: str = ""
-    needs: str = ""
     continues: bool = False
     ranks: int = 2
     init: bool = True
@@ -114,12 +112,9 @@ RUNS = {
     ),
     ("sharded_models", "from lightning.pytorch import Trainer"): Run(ranks=4, init=False),
     ("sharded_models", "from lightning.fabric import Fabric"): Run(ranks=4, init=False),
-    ("sharded_models", "from accelerate import ParallelismConfig\nfrom accelerate"): Run(
-        needs="accelerate.parallelism_config", ranks=4, init=False
-    ),
+    ("sharded_models", "from accelerate import ParallelismConfig\nfrom accelerate"): Run(ranks=4, init=False),
     ("sharded_models", "from accelerate import ParallelismConfig\nfrom transformers"): Run(
         "from tests.support.transformers_models import Words, llama\ntexts, llama = Words(), llama()",
-        needs="accelerate.parallelism_config",
         ranks=4,
         init=False,
     ),
@@ -196,8 +191,6 @@ def test_a_snippet_runs(page: Path, number: int, tmp_path: Path) -> None:
         pytest.skip(str(reason))
     run = entry_of(page, snippets[number][1], RUNS) or Run()
     assert isinstance(run, Run)
-    if run.needs:
-        pytest.importorskip(run.needs)
     launch(run_snippet, run.ranks, page, number, tmp_path, init=run.init)
 
 
