@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.dtensors import whole_of
-from lightning_pipesync.core.faults.shutdown import at_shutdown
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S, at_shutdown, error_at_shutdown
 from lightning_pipesync.methods.method import Method, parameters_of
 from lightning_pipesync.methods.pipeline import PipelineMethod
 from lightning_pipesync.methods.settings import Settings
@@ -234,10 +234,11 @@ class Sessions:
         self._at_end.cancel()
         if not (self.sessions or self.pipelines):
             return
+        timeout_s = 10.0 if error_at_shutdown() is None else AFTER_ERROR_S
         if threading.current_thread() is threading.main_thread():
-            self.end()
+            self.end(timeout_s)
         else:  # a garbage collection may run on the very thread of a method that is to end
-            threading.Thread(target=self.end, name="pipesync-end").start()
+            threading.Thread(target=self.end, args=(timeout_s,), name="pipesync-end").start()
 
     def return_optimizer_states(self) -> None:
         """Restores the whole state of the optimizers, of which a rank may have a part only; a collective call."""
