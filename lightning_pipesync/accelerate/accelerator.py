@@ -100,11 +100,11 @@ class PipeSyncAccelerator(SavingAccelerator):
         check_method(self.pipesync)
         if self.pipesync is not None:
             check_support(self)
-        if self.pipesync is not None and not self.is_job:
-            if not self.pipesync.method_type.makes_passes:  # a pipeline tells so by itself
-                warn_of_one_rank(self.pipesync.method_type.__name__, self.num_processes)
-            warn_of_one_replica(self, self.pipesync.method_type.__name__)
-        if self.pipesync is not None:
+            method = self.pipesync.method_type
+            if not self.is_job:
+                if not method.makes_passes:  # a pipeline tells so by itself
+                    warn_of_one_rank(method.__name__, self.num_processes)
+                warn_of_one_replica(self, method.__name__)
             self._watch_job(self.pipesync.config.timeout_s)
         self._sessions = Sessions()
         self._sessions.end_at_shutdown()  # a script need not call end_training()
@@ -140,7 +140,8 @@ class PipeSyncAccelerator(SavingAccelerator):
         wrapped = tuple(self._wrapped(one) if isinstance(one, nn.Module) else one for one in prepared)
         return wrapped if len(wrapped) > 1 else wrapped[0]
 
-    def _wrapped(self, model: nn.Module) -> SyncedModule:
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        """Returns a model as :meth:`prepare` returns it."""
         wrapper = self._sessions.wrapper_of(model) or self._sessions.wrap(model, automatic=True)
         mark_prepared(wrapper)
         return wrapper
