@@ -42,21 +42,17 @@ def for_training(
         ordered = find_data().prepare(loader, seed).loader
         sampler_of(ordered).ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
         return _prepared(accelerator, ordered, divided_by=1)
-    if config.partition != "seldp" and config.injection is None:
-        return _divided(accelerator, loader, seed)
-    num_samples = _batch_size(accelerator, loader, config.injection)
     world_size = accelerator.num_processes
     order = None
     if config.partition == "seldp":
         # A batch sampler, or samples without batches, stay in Accelerate's order.
         rank, of_torch = accelerator.process_index, None if loader.batch_size is None else seed
         order = replaceable_order(loader, config, rank, world_size, of_torch, loader.drop_last, divided=True)
-    if order is None and config.injection is None:
-        return _divided(accelerator, loader, seed)
-    loader = in_order(loader, config, order, num_samples)
     inject = None if config.injection is None else _injecting(accelerator, find_data)
+    if order is not None or inject is not None:
+        loader = in_order(loader, config, order, _batch_size(accelerator, loader, config.injection))
     if order is None:
-        return _prepared(accelerator, loader, world_size, seed=seed, split_batches=False, inject=inject)
+        return _prepared(accelerator, loader, world_size, seed=seed, split_batches=inject is None, inject=inject)
     prepared = _prepared(accelerator, loader, 1, inject=inject)
     prepared.batch_sampler.num_processes = world_size  # with which Accelerate counts the samples of a batch
     return prepared
@@ -98,11 +94,6 @@ def _batch_size(accelerator: Accelerator, loader: DataLoader[Any], injection: tu
     return (
         size if size is None or injection is None else adjusted_batch_size(size, *injection, accelerator.num_processes)
     )
-
-
-def _divided(accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> Any:
-    """Returns the loader divided among the ranks; the epoch determines its shuffled order."""
-    return _prepared(accelerator, loader, accelerator.num_processes, seed=seed)
 
 
 def uses_work_queue(loader: Any) -> bool:
