@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
+import math
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.accelerate import loaders
+from lightning_pipesync.accelerate.elastic import ElasticLoader, divided_anew
+from lightning_pipesync.accelerate.epochs import EpochLoader
 from lightning_pipesync.accelerate.launched import (
     check_method,
     check_num_processes,
     check_support,
     ranks_of_host,
 )
-from lightning_pipesync.accelerate.loading import LoadingAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer, synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import (
     check_accelerator,
     check_marked,
+    is_prepared,
     mark_prepared,
     prepared_loaders,
-    replace_prepared_optimizer,
+    prepared_optimizers,
 )
+from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.accelerate.sharding import (
+    prepare_beside_sharded,
     replicas_of,
+    shards_by_fsdp2,
     warn_of_one_replica,
     with_replicas,
 )
 from lightning_pipesync.core.dtensors import is_sharded, local_of
-from lightning_pipesync.core.faults.errors import is_normal_end
-from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.core.parameters import check_optimizer
-from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
+from lightning_pipesync.data.loaders import num_batches
+from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod, PipelineSettings
 from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
@@ -49,7 +54,7 @@ from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions
 
 
-class PipeSyncAccelerator(LoadingAccelerator):
+class PipeSyncAccelerator(SavingAccelerator):
     """``accelerate.Accelerator`` whose ``prepare`` attaches a method of this package to models and optimizers.
 
     The training loop does not change::
@@ -77,6 +82,11 @@ class PipeSyncAccelerator(LoadingAccelerator):
             configured, or models would be sharded in a way that leaves no replicas to the method.
     """
 
+    #: What a training loader that is divided among jobs becomes.
+    elastic_loader_type: ClassVar[type[ElasticLoader]] = ElasticLoader
+
+    _loader_checked = _loader_is_for_training = _preparing = False
+
     def __init__(self, pipesync: PipeSyncPlugin | None = None, **accelerator_kwargs: Any) -> None:
         self.pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
         if not torch.accelerator.is_available():
@@ -90,15 +100,14 @@ class PipeSyncAccelerator(LoadingAccelerator):
         check_method(self.pipesync)
         if self.pipesync is not None:
             check_support(self)
-        if self.pipesync is not None and not self.is_job:
-            if not self.pipesync.method_type.makes_passes:  # a pipeline tells so by itself
-                warn_of_one_rank(self.pipesync.method_type.__name__, self.num_processes)
-            warn_of_one_replica(self, self.pipesync.method_type.__name__)
-        if self.pipesync is not None:
+            method = self.pipesync.method_type
+            if not self.is_job:
+                if not method.makes_passes:  # a pipeline tells so by itself
+                    warn_of_one_rank(method.__name__, self.num_processes)
+                warn_of_one_replica(self, method.__name__)
             self._watch_job(self.pipesync.config.timeout_s)
         self._sessions = Sessions()
-        at_shutdown(self._sessions.end)  # a script need not call end_training()
-        self._preparing = False
+        self._sessions.end_at_shutdown()  # a script need not call end_training()
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -111,12 +120,31 @@ class PipeSyncAccelerator(LoadingAccelerator):
         """
         self._preparing = True
         try:
-            result = super().prepare(*args, device_placement=device_placement)
+            result = self._prepared(args, device_placement)
         finally:
             self._preparing = False
         check_marked(result)
         self._attach()
         return result
+
+    def _prepared(self, args: tuple[Any, ...], device_placement: list[bool] | None) -> Any:
+        """Prepares as Accelerate does; wraps models that it shards, if there is an ``fsdp_plugin``."""
+        if not self._synchronizes or not shards_by_fsdp2(self):
+            return super().prepare(*args, device_placement=device_placement)
+        given = [one.module if isinstance(one, SyncedModule) else one for one in args]
+        if any(isinstance(one, nn.Module) and is_sharded(one) for one in given):
+            prepared = prepare_beside_sharded(self, given)
+        else:
+            result = super().prepare(*given, device_placement=device_placement)
+            prepared = list(result) if len(given) > 1 else [result]
+        wrapped = tuple(self._wrapped(one) if isinstance(one, nn.Module) else one for one in prepared)
+        return wrapped if len(wrapped) > 1 else wrapped[0]
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        """Returns a model as :meth:`prepare` returns it."""
+        wrapper = self._sessions.wrapper_of(model) or self._sessions.wrap(model, automatic=True)
+        mark_prepared(wrapper)
+        return wrapper
 
     @override
     def prepare_model(
@@ -131,8 +159,7 @@ class PipeSyncAccelerator(LoadingAccelerator):
         known = self._sessions.wrapper_of(model)
         # evaluation_mode=True: everything but the wrapper DistributedDataParallel.
         prepared = super().prepare_model(known.module if known else model, device_placement, evaluation_mode=True)
-        wrapper = known or self._sessions.wrap(prepared, automatic=True)
-        mark_prepared(wrapper)
+        wrapper = self._wrapped(known or prepared)
         self._attach()
         return wrapper
 
@@ -149,7 +176,8 @@ class PipeSyncAccelerator(LoadingAccelerator):
             check_unscaling(prepared.optimizer, "mixed_precision='fp16'", "a method")
         if not isinstance(prepared, SynchronizedOptimizer):
             synchronized = SynchronizedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
-            replace_prepared_optimizer(self, prepared, synchronized)
+            known = prepared_optimizers(self)
+            known[[id(one) for one in known].index(id(prepared))] = synchronized
             prepared = synchronized
         prepared.sessions = self._sessions
         self._sessions.add_optimizer(prepared.optimizer)
@@ -192,25 +220,83 @@ class PipeSyncAccelerator(LoadingAccelerator):
         self._sessions.pipelines.append(engine)
         return engine
 
+    # --- data --------------------------------------------------------------------------------------------------------
+
     @override
-    def free_memory(self, *objects: Any) -> Any:
-        """Ends the methods, and releases what was prepared, with the parts of optimizer states that ranks have.
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepares a loader of other than training data, or of training data in Accelerate's order.
 
-        Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
+        In pipelines all ranks load the same batches.
         """
-        if self._sessions.diverged and is_normal_end(sys.exc_info()[1]):
-            warnings.warn(
-                "free_memory() has left each process with the weights of its own. Before it, call "
-                "accelerator.wait_for_everyone() on all processes.",
-                stacklevel=2,
-            )
-        self._sessions.end()
-        self._train_loader = None
-        return super().free_memory(*objects)
+        if self._loader_is_for_training:
+            return self.prepare_train_loader(data_loader)
+        if self._synchronizes and self._pipelined is not None and not is_prepared(data_loader):
+            return loaders.for_pipeline(self, data_loader, loaders.shared_seed(self))
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    def return_optimizer_states(self) -> None:
-        """Restores the whole state of the optimizers, before :meth:`free_memory`; a collective call."""
-        self._sessions.return_optimizer_states()
+    def prepare_train_loader(self, data_loader: DataLoader[Any]) -> Any:
+        """Prepares the training loader, in the order of ``partition`` and with data injection if that is set.
+
+        Pipelines side by side divide it; the ranks of each load the same batches.
+
+        Its order depends on the epoch only, so a run can resume within an epoch at the same batch:
+        ``loader.set_epoch(epoch)``, then ``accelerator.skip_first_batches(loader, num_batches)``. Jobs that come and go
+        divide it anew, see :class:`ElasticLoader`.
+
+        Raises:
+            ValueError: the data set has fewer samples than there are ranks, or these have different numbers of batches;
+                data injection is set and the loader has no batches; or the replicas are jobs, and a setting of the
+                loaders excludes that.
+        """
+        self._loader_checked, self._loader_is_for_training = True, False
+        if is_prepared(data_loader):
+            raise ValueError(
+                "The loader was prepared before, and would be divided twice: pass the original loader to "
+                "prepare_train_loader(), and not to prepare()."
+            )
+        if self._synchronizes and (plugin := self._pipelined) is not None:
+            config = cast("PipelineSettings", plugin.config)
+            part = config.data_part(self.process_index, self.num_processes)
+            return loaders.for_pipeline(self, data_loader, self._shared_seed(), *part)
+        if (plugin := self._synced) is None:
+            return self.prepare_data_loader(data_loader)
+        if self.is_job:
+            counted = divided_anew(self, data_loader, plugin.config, loaders.shared_seed(self), self._end_if_left)
+            prepared: Any = self.elastic_loader_type(counted, self.join)
+            mark_prepared(prepared)
+            prepared_loaders(self).append(prepared)
+            self._meet_others()
+        else:
+            seed = self._shared_seed()
+            prepared = loaders.for_training(self, data_loader, plugin.config, lambda: self._training_data, seed)
+            if not loaders.uses_work_queue(prepared):
+                loaders.check_even(prepared)
+        self._train_loader = prepared
+        return prepared
+
+    @contextmanager
+    def preparing_train_loader(self, batches_per_step: int = 1) -> Iterator[None]:
+        """Context manager in which the next loader that is prepared is the training loader.
+
+        Args:
+            batches_per_step: batches that the caller accumulates by itself, besides ``gradient_accumulation_steps``.
+        """
+        self._loader_is_for_training, self._accumulated = True, batches_per_step
+        try:
+            yield
+        finally:
+            self._loader_is_for_training = False
+
+    @override
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns the loader without its first batches, to resume within an epoch."""
+        if isinstance(dataloader, (EpochLoader, ElasticLoader)):
+            return dataloader.skip_first_batches(num_batches)
+        if loaders.uses_work_queue(dataloader):  # the queue resumes where it was
+            return dataloader
+        return super().skip_first_batches(dataloader, num_batches)
 
     # --- a training step --------------------------------------------------------------------------------------------
 
@@ -220,7 +306,16 @@ class PipeSyncAccelerator(LoadingAccelerator):
         if not self._loader_checked and (plugin := self._synced) is not None:
             self._loader_checked = True
             loaders.check_training(plugin.config)
-        super().backward(loss, **kwargs)
+        with self.naming_ranks():
+            super().backward(loss, **kwargs)
+
+    @contextmanager
+    @override
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulates gradients without communication; those of a sharded model are whole on each rank meanwhile."""
+        inner = model.module if shards_by_fsdp2(self) and isinstance(model, SyncedModule) else model
+        with super().no_sync(inner):
+            yield
 
     @override
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -306,13 +401,14 @@ class PipeSyncAccelerator(LoadingAccelerator):
     def _attach(self) -> None:
         """Attaches a method to prepared models and optimizers, when :meth:`prepare` is complete; a collective call."""
         if (plugin := self._synced) is not None and not self._preparing:
+            accelerator = weakref.ref(self)  # what the threads of a method refer to would never be dropped
             plan = MethodPlan(
                 plugin.method,
                 plugin.config,
                 ranks_of_host(),
                 self._traffic_backend,
                 loads_data=not self.is_job,
-                steps_per_epoch=self._steps_per_epoch,
+                steps_per_epoch=lambda: None if (held := accelerator()) is None else held._steps_per_epoch(),
                 replicas_of=lambda module: replicas_of(self) if is_sharded(module) else None,
             )
             self._sessions.attach(plan)
@@ -336,3 +432,11 @@ class PipeSyncAccelerator(LoadingAccelerator):
                 "engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) "
                 "in place of backward() and step()."
             )
+
+    def _shared_seed(self) -> int:
+        self.data_seed = loaders.shared_seed(self)
+        return self.data_seed
+
+    def _steps_per_epoch(self) -> int | None:
+        number = None if self._train_loader is None else num_batches(self._train_loader)
+        return None if number is None else math.ceil(number / self.batches_per_step)

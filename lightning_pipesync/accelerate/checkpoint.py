@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.torch_private import local_tensor
 from lightning_pipesync.methods.settings import Settings
-from lightning_pipesync.training.state import check_digest, state_of_rank
+from lightning_pipesync.training.sharded_state import state_of_shards
+from lightning_pipesync.training.state import layout_of, state_of_rank
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,18 @@ class RankStates:
 
 
 def save_rank_states(
-    folder: str | Path, states: RankStates, name: str, rank: int, world_size: int, models: Sequence[nn.Module]
+    folder: str | Path, states: RankStates, name: str, rank: int, layout: Mapping[str, int], models: Sequence[nn.Module]
 ) -> None:
     """Writes the states of this rank, and a checksum of the models' weights, to the rank's file.
 
-    Machines need not share the folder. Without methods, the file of an earlier checkpoint is removed.
+    ``layout`` is that of :func:`layout_of`. Machines need not share the folder. Without methods, the file of an earlier
+    checkpoint is removed.
     """
     if not states.methods:
         _file(folder, rank).unlink(missing_ok=True)
         return
     Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet
-    saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models)}
+    saved = {"method": name, "layout": dict(layout), "weights": _fingerprint(models)}
     saved |= {"states": list(states.methods), "digest": digest(list(states.methods))}
     saved |= {"places": list(states.places), "scaler": states.scaler, "data_seed": states.data_seed}
     with replacing(_file(folder, rank)) as temporary:
@@ -82,40 +84,33 @@ def read_rank_states(
             stacklevel=4,
         )
         saved = None
-    mine = None if saved is None else (saved["method"], saved["world_size"], len(saved["states"]))
+    mine = None if saved is None else (saved["method"], saved["layout"], len(saved["states"]))
     of_ranks = [mine] if job is None else job.gather_objects(mine)
     first = next((entry for entry in of_ranks if entry is not None), None)
     if first is None:
         return RankStates()
-    method, saved_size, num_states = first
-    state: Any = state_of_rank(
-        {"strategy": method, "world_size": saved_size, "ranks": {rank: saved and saved["states"]}},
-        name,
-        transport,
-        config,
-        removable=f"{_file('', 0).name} and its like",
-    )
-    if method != name or saved_size != len(of_ranks):
-        return RankStates()
-    if any(entry != first for entry in of_ranks):
+    method, layout, num_states = first
+    if method == name and layout == layout_of(transport) and any(entry != first for entry in of_ranks):
         raise ValueError(
             f"Not all of the {len(of_ranks)} processes find what they need in {folder}: on machines without a "
             f"shared folder, each machine needs the files of its processes, such as {path.name}."
         )
+    section = {"strategy": method, **layout}
+    if saved is not None:
+        section |= {"ranks": {rank: saved["states"]}, "digests": {rank: saved["digest"]}}
+    state: Any = state_of_rank(section, name, transport, config, removable=f"{_file('', 0).name} and its like")
+    if saved is None or state is None:
+        return RankStates()
     if num_states != num_methods:
         raise ValueError(
             f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} are "
             "prepared: prepare the same models before load_state()."
         )
-    assert saved is not None
-    besides = {part: saved[part] for part in ("places", "scaler", "data_seed") if part in saved}  # else it is older
-    return RankStates(list(state), **besides)
+    return RankStates(list(state), **{part: saved[part] for part in ("places", "scaler", "data_seed")})
 
 
 def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:
     """Loads what Accelerate has written of models that the user has sharded: whole tensors, each rank its shards."""
-    from lightning_pipesync.training.sharded_state import load_whole_state  # imports DTensor, for half a second
-
     for index, model in enumerate(models):
         suffix = f"_{index}" if index else ""
         safe, pickled = (Path(folder, f"{name}{suffix}") for name in (SAFE_MODEL_NAME, MODEL_NAME))
@@ -123,24 +118,20 @@ def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:
             state = load_file(path)
         else:
             state = torch.load(pickled.with_name(f"{pickled.name}.bin"), map_location="cpu", weights_only=True)
-        load_whole_state(model, state)
+        model.load_state_dict(state_of_shards(model, state))
 
 
 def _read(path: Path, rank: int) -> dict[str, Any] | None:
     """Returns what is in the file of a rank; None if there is no file; a damaged one raises a ValueError."""
     if not path.exists():
         return None
-    removable = f"{_file('', 0).name} and its like"
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        states = saved["states"]
     except Exception as error:  # those of zipfile, pickle and torch
         raise ValueError(
             f"The state of rank {rank} in {path} is damaged ({type(error).__name__}: {error}). Resume from another "
-            f"checkpoint, or remove {removable} to resume from the weights and optimizers alone."
+            f"checkpoint, or remove {_file('', 0).name} and its like to resume from the weights and optimizers alone."
         ) from error
-    if "digest" in saved:  # older files have none
-        check_digest(states, saved["digest"], rank, f"in {path}", removable)
     return saved
 
 

@@ -66,20 +66,26 @@ class ElasticLoader(LoaderWrapper, DataLoaderStateMixin):
             ValueError: the loop has set another epoch than that in which the others are.
         """
         self._join()
+        self._begin_epoch()
+        self.begin()
+        self.remainder = 0  # this job's samples all count: it gathers those of no other one
+        try:
+            yield from self._batches()
+        finally:
+            self.end()
+
+    def _begin_epoch(self) -> None:
         chosen, self._chosen = self._chosen, None
         if chosen not in (None, self.loader.epoch):
             raise ValueError(
                 f"The loop has called set_epoch({chosen}), and the other replicas are in epoch {self.loader.epoch}: "
                 "begin where they are, with 'for epoch in range(train_loader.epoch, epochs)'."
             )
-        self.begin()
-        self.remainder = 0  # this job's samples all count: it gathers those of no other one
-        try:
-            for batch in self.loader:
-                self.end_of_dataloader = self._is_last()
-                yield batch
-        finally:
-            self.end()
+
+    def _batches(self) -> Iterator[Any]:
+        for batch in self.loader:
+            self.end_of_dataloader = self._is_last()
+            yield batch
 
     @property
     def epoch(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
@@ -10,48 +10,46 @@ import torch
 from accelerate.data_loader import skip_first_batches
 from torch.utils.data import Sampler
 
+from lightning_pipesync.data.loaders import LoaderWrapper
 
-class NextEpoch:
+
+class EpochLoader(LoaderWrapper):
     """A prepared loader whose next iteration is the next epoch, unless ``set_epoch`` is called before.
 
     Accelerate counts an epoch when it ends. Otherwise one that stops early, or of which only the rest was iterated
     over, would come again.
+
+    Args:
+        loader: what Accelerate has prepared.
+        inject: appends rows of other ranks to each batch.
     """
 
-    iteration: int
-    _begun: int | None = None  # the epoch that has begun, until another one is set
+    def __init__(self, loader: Any, inject: Callable[[Any], Any] | None = None) -> None:
+        self.loader, self._inject = loader, inject
+        self._begun: int | None = None  # the epoch that has begun, until another one is set
 
     def __iter__(self) -> Iterator[Any]:
-        if self._begun == self.iteration:
-            self.set_epoch(self.iteration + 1)
-        epoch = self.iteration
-        for batch in super().__iter__():  # type: ignore[misc]
+        if self._begun == self.loader.iteration:
+            self.set_epoch(self.loader.iteration + 1)
+        epoch = self.loader.iteration
+        for batch in self.loader:
             self._begun = epoch
+            if self._inject is not None:
+                self.loader.remainder = 0  # the last batch has rows of others, and no sample twice
+                batch = self._inject(batch)
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
         self._begun = None
-        super().set_epoch(epoch)  # type: ignore[misc]
+        self.loader.set_epoch(epoch)
 
-    def begins(self) -> None:
-        """Notes that the epoch begins in another loader."""
-        self._begun = self.iteration
-
-
-def counting_epochs(prepared: Any) -> Any:
-    """Makes a loader that Accelerate has prepared a :class:`NextEpoch`."""
-    kind = type(prepared)
-    set_class = object.__dict__["__class__"].__set__  # Accelerate's own property of this name cannot be set
-    set_class(prepared, type(kind.__name__, (NextEpoch, kind), {}))
-    return prepared
-
-
-def rest_of_epoch(loader: Any, num_batches: int) -> Any:
-    """Returns a prepared loader without its first batches; the next iteration over the loader is the epoch after."""
-    rest = skip_first_batches(loader, num_batches)
-    if isinstance(loader, NextEpoch):
-        loader.begins()
-    return rest
+    def skip_first_batches(self, num_batches: int) -> EpochLoader:
+        """Returns a loader of the epoch without its first batches; this one goes on with the epoch after."""
+        self._begun = self.loader.iteration
+        rest = skip_first_batches(self.loader, num_batches)
+        rest.set_epoch(self._begun)
+        return EpochLoader(rest, self._inject)
 
 
 class SeededSampler(Sampler[Any]):

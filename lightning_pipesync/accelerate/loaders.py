@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,34 +12,14 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lightning_pipesync.accelerate.epochs import SeededSampler, counting_epochs, rest_of_epoch
-from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, prepared_loaders
+from lightning_pipesync.accelerate.epochs import EpochLoader, SeededSampler
+from lightning_pipesync.accelerate.private import mark_prepared, prepared_loaders
 from lightning_pipesync.data import adjusted_batch_size
-from lightning_pipesync.data.loaders import LoaderWrapper, num_batches, sampler_of, with_order
+from lightning_pipesync.data.loaders import num_batches, sampler_of, with_order
 from lightning_pipesync.data.order import in_order, replaceable_order
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.data.work_queue import WorkQueueBatches
 from lightning_pipesync.methods.settings import Settings
-
-
-class InjectedLoader(LoaderWrapper):
-    """A prepared loader that appends rows of other ranks' batches to each batch (SelSync III-E).
-
-    Batches of ``loader`` are on the host, and are moved to ``device`` unless that is None. ``find_data`` is called for
-    each batch, as loading a checkpoint replaces the method's training data.
-    """
-
-    def __init__(self, loader: Any, find_data: Callable[[], TrainingData], device: torch.device | None) -> None:
-        self.loader, self.find_data, self.device = loader, find_data, device
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            self.loader.remainder = 0  # the last batch has rows of others, and no sample twice
-            injected = self.find_data().inject(batch)
-            yield injected if self.device is None else send_to_device(injected, self.device)
-
-    def skip_first_batches(self, num_batches: int) -> InjectedLoader:
-        return InjectedLoader(rest_of_epoch(self.loader, num_batches), self.find_data, self.device)
 
 
 def for_training(
@@ -62,27 +42,33 @@ def for_training(
         ordered = find_data().prepare(loader, seed).loader
         sampler_of(ordered).ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
         return _prepared(accelerator, ordered, divided_by=1)
-    if config.partition != "seldp" and config.injection is None:
-        return _divided(accelerator, loader, seed)
-    num_samples = _batch_size(accelerator, loader, config.injection)
     world_size = accelerator.num_processes
     order = None
     if config.partition == "seldp":
         # A batch sampler, or samples without batches, stay in Accelerate's order.
         rank, of_torch = accelerator.process_index, None if loader.batch_size is None else seed
         order = replaceable_order(loader, config, rank, world_size, of_torch, loader.drop_last, divided=True)
-    if order is None and config.injection is None:
-        return _divided(accelerator, loader, seed)
-    loader = in_order(loader, config, order, num_samples)
-    on_host = config.injection is not None
-    if order is not None:
-        prepared = _prepared(accelerator, loader, 1, on_host=on_host)
-        prepared.batch_sampler.num_processes = world_size  # with which Accelerate counts the samples of a batch
-    else:
-        prepared = _prepared(accelerator, loader, world_size, on_host=on_host, seed=seed, split_batches=False)
-    if config.injection is None:
-        return prepared
-    return InjectedLoader(prepared, find_data, accelerator.device if accelerator.device_placement else None)
+    inject = None if config.injection is None else _injecting(accelerator, find_data)
+    if order is not None or inject is not None:
+        loader = in_order(loader, config, order, _batch_size(accelerator, loader, config.injection))
+    if order is None:
+        return _prepared(accelerator, loader, world_size, seed=seed, split_batches=inject is None, inject=inject)
+    prepared = _prepared(accelerator, loader, 1, inject=inject)
+    prepared.batch_sampler.num_processes = world_size  # with which Accelerate counts the samples of a batch
+    return prepared
+
+
+def _injecting(accelerator: Accelerator, find_data: Callable[[], TrainingData]) -> Callable[[Any], Any]:
+    """Returns a function that appends rows of other ranks to a batch on the host, and moves it to the device.
+
+    ``find_data`` is called for each batch, as loading a checkpoint replaces the method's training data.
+    """
+
+    def inject(batch: Any) -> Any:
+        injected = find_data().inject(batch)
+        return send_to_device(injected, accelerator.device) if accelerator.device_placement else injected
+
+    return inject
 
 
 def check_even(prepared: Any) -> None:
@@ -108,11 +94,6 @@ def _batch_size(accelerator: Accelerator, loader: DataLoader[Any], injection: tu
     return (
         size if size is None or injection is None else adjusted_batch_size(size, *injection, accelerator.num_processes)
     )
-
-
-def _divided(accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> Any:
-    """Returns the loader divided among the ranks; the epoch determines its shuffled order."""
-    return _prepared(accelerator, loader, accelerator.num_processes, seed=seed)
 
 
 def uses_work_queue(loader: Any) -> bool:
@@ -145,12 +126,14 @@ def _prepared(
     loader: DataLoader[Any],
     divided_by: int,
     *,
-    on_host: bool = False,
     seed: int | None = None,
     split_batches: bool = True,
     part: int | None = None,
+    inject: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Prepares a loader as Accelerate does, divided among ``divided_by`` ranks; ``part`` is another one than the rank.
+
+    ``inject`` is called on each batch, which is on the host then.
 
     It draws no global random numbers, so that a run that resumes within an epoch draws as many as an uninterrupted one.
     """
@@ -167,7 +150,7 @@ def _prepared(
         num_processes=divided_by,
         process_index=0 if whole else own,
         split_batches=accelerator.split_batches and split_batches and not whole,
-        put_on_device=accelerator.device_placement and not on_host,
+        put_on_device=accelerator.device_placement and inject is None,
         rng_types=list(accelerator.rng_types),
         dispatch_batches=False if whole or part is not None else accelerator.dispatch_batches,
         even_batches=accelerator.even_batches,
@@ -178,9 +161,9 @@ def _prepared(
     )
     loader.generator = generator
     if not isinstance(order, WorkQueueBatches):  # which counts its epochs itself
-        prepared = counting_epochs(prepared)
+        prepared = EpochLoader(prepared, inject)
     mark_prepared(prepared)
-    add_prepared_loader(accelerator, prepared)
+    prepared_loaders(accelerator).append(prepared)
     return prepared
 
 

@@ -37,40 +37,30 @@ def is_prepared(given: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[nn.Module]:
-    """Returns the models that an Accelerator saves."""
-    return list(accelerator._models)
+    """Returns the models that an Accelerator saves: its own list, as of the functions below."""
+    models: list[nn.Module] = accelerator._models
+    return models
 
 
 def prepared_optimizers(accelerator: Any) -> list[Optimizer]:
     """Returns the optimizers that an Accelerator has prepared."""
-    return list(accelerator._optimizers)
-
-
-def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer) -> None:
-    """Replaces ``old`` by ``new`` among an Accelerator's prepared optimizers."""
-    optimizers = accelerator._optimizers
-    optimizers[[id(optimizer) for optimizer in optimizers].index(id(old))] = new
+    optimizers: list[Optimizer] = accelerator._optimizers
+    return optimizers
 
 
 def prepared_loaders(accelerator: Any) -> list[Any]:
     """Returns the loaders that an Accelerator has prepared."""
-    return list(accelerator._dataloaders)
+    loaders: list[Any] = accelerator._dataloaders
+    return loaders
 
 
 def saved_besides_optimizers(accelerator: Any) -> dict[str, list[Any]]:
-    """Returns the prepared schedulers and registered objects, which an Accelerator saves with models and optimizers."""
-    return {"schedulers": list(accelerator._schedulers), "registered objects": list(accelerator._custom_objects)}
-
-
-def add_prepared_loader(accelerator: Any, loader: Any) -> None:
-    """Adds a loader that this package has prepared to an Accelerator's prepared loaders."""
-    accelerator._dataloaders.append(loader)
-
-
-def add_prepared_model(accelerator: Any, model: nn.Module) -> None:
-    """Adds a model to those that an Accelerator saves, unless it is one of them."""
-    if not any(known is model for known in accelerator._models):
-        accelerator._models.append(model)
+    """Returns what has a state that an Accelerator saves besides those of models and optimizers."""
+    return {
+        "schedulers": list(accelerator._schedulers),
+        "registered objects": list(accelerator._custom_objects),
+        "loss scalers": [] if accelerator.scaler is None else [accelerator.scaler],
+    }
 
 
 def use_fsdp_on_cpu(plugin: Any) -> None:

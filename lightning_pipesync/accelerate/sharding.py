@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import is_initialized
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
+from lightning_pipesync.accelerate.private import mark_prepared, prepared_models, use_fsdp_on_cpu
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.training.registry import METHODS
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from accelerate.parallelism_config import ParallelismConfig
+from lightning_pipesync.training.session import contains
 
 #: The dimension of Accelerate's device mesh along which a method runs.
 REPLICAS = "dp_replicate"
@@ -29,6 +37,33 @@ RECIPE_OF_JOBS = (
     "set parallelism_config=ParallelismConfig(dp_shard_size=RANKS_OF_THE_JOB), or in a configuration file "
     "'parallelism_config:' with parallelism_config_dp_shard_size"
 )
+
+
+class ReplicasConfig(ChecksOverrides, ParallelismConfig):
+    """A ParallelismConfig with which FSDP2 shards along ``dp_shard`` alone, and leaves ``dp_replicate`` to a method.
+
+    With Accelerate's own, FSDP2 has both dimensions (HSDP). On the CPU, where Accelerate ignores an ``fsdp_plugin``, it
+    shards, too.
+
+    Args:
+        config: the sizes of the dimensions.
+        plugin: how FSDP2 shards.
+    """
+
+    def __init__(self, config: ParallelismConfig, plugin: Any) -> None:
+        super().__init__(**{field.name: getattr(config, field.name) for field in fields(config)})
+        self._plugin = plugin
+
+    @property
+    @override
+    def fsdp_dim_names(self) -> list[str]:
+        return [name for name in super().fsdp_dim_names if name != REPLICAS]
+
+    @override
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        if device_type == "cpu":
+            use_fsdp_on_cpu(self._plugin)
+        return super().get_device_mesh(device_type)
 
 
 def with_replicas(settings: dict[str, Any], method: str, is_job: bool = False) -> dict[str, Any]:
@@ -48,10 +83,10 @@ def with_replicas(settings: dict[str, Any], method: str, is_job: bool = False) -
             f"method={method!r} divides the model among the ranks itself: remove the fsdp_plugin, and "
             "'distributed_type: FSDP' from the configuration file."
         )
-    if (version := getattr(plugin, "fsdp_version", 1)) != 2:
+    if (version := plugin.fsdp_version) != 2:
         raise ValueError(
             f"fsdp_version={version} is not supported with method={method!r}: set fsdp_version=2 in the fsdp_plugin or "
-            f"the configuration file, which needs Accelerate 1.12 or newer, and {recipe}."
+            f"the configuration file, and {recipe}."
         )
     if (config := _parallelism(settings)) is None:
         raise ValueError(
@@ -67,13 +102,11 @@ def with_replicas(settings: dict[str, Any], method: str, is_job: bool = False) -
             "memory does not suffice."
         )
     for name in ("tp_size", "cp_size", "sp_size"):
-        if getattr(config, name, 1) > 1:
+        if getattr(config, name) > 1:
             raise ValueError(
                 f"{name}={getattr(config, name)} in parallelism_config is not supported with method={method!r}, which "
                 f"needs all parameters to be sharded along dp_shard alone: set {name}=1, and a larger dp_shard_size."
             )
-    from lightning_pipesync.accelerate.parallelism import ReplicasConfig
-
     return {**settings, "fsdp_plugin": plugin, "parallelism_config": ReplicasConfig(config, plugin)}
 
 
@@ -87,20 +120,40 @@ def warn_of_one_replica(accelerator: Accelerator, method: str) -> None:
 
 
 def shards_by_fsdp2(accelerator: Accelerator) -> bool:
-    """Returns whether Accelerate shards the models that it prepares; Accelerate 1.3 does not know FSDP2."""
-    return bool(getattr(accelerator, "is_fsdp2", False))
+    """Returns whether Accelerate shards the models that it prepares."""
+    return bool(accelerator.is_fsdp2)
 
 
 def leaves_replicas(accelerator: Accelerator) -> bool:
     """Returns whether FSDP2, if it shards, leaves the replicas to a method, see :func:`with_replicas`."""
-    config: ParallelismConfig | None = getattr(accelerator, "parallelism_config", None)
+    config: ParallelismConfig | None = accelerator.parallelism_config
     return config is not None and REPLICAS not in config.fsdp_dim_names
 
 
 def replicas_of(accelerator: Accelerator) -> DeviceMesh | None:
     """Returns the dimension of the replicas of the Accelerator's device mesh; None if it has none."""
-    mesh: DeviceMesh | None = getattr(accelerator, "torch_device_mesh", None)
+    mesh: DeviceMesh | None = accelerator.torch_device_mesh
     return mesh[REPLICAS] if mesh is not None and REPLICAS in (mesh.mesh_dim_names or ()) else None
+
+
+def prepare_beside_sharded(accelerator: Accelerator, given: list[Any]) -> list[Any]:
+    """Prepares what belongs to a model that is sharded already.
+
+    Accelerate would look up the parameters of its optimizers by their addresses, and all empty shards share one.
+    """
+    prepared = [accelerator.prepare_optimizer(one) if isinstance(one, Optimizer) else one for one in given]
+    for index, one in enumerate(prepared):
+        if isinstance(one, nn.Module):
+            if not contains(prepared_models(accelerator), one):
+                prepared_models(accelerator).append(one)
+        elif isinstance(one, DataLoader):
+            prepared[index] = accelerator.prepare_data_loader(one)
+        elif isinstance(one, LRScheduler):
+            prepared[index] = accelerator.prepare_scheduler(one)
+    for one in prepared:
+        if isinstance(one, (Optimizer, AcceleratedScheduler)):
+            mark_prepared(one)
+    return prepared
 
 
 def _plugin(settings: dict[str, Any]) -> FullyShardedDataParallelPlugin | None:
@@ -114,8 +167,6 @@ def _parallelism(settings: dict[str, Any]) -> ParallelismConfig | None:
         return config
     if not _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
-    from accelerate.parallelism_config import ParallelismConfig
-
     return ParallelismConfig()
 
 

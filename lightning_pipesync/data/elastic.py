@@ -107,42 +107,56 @@ COMMON = ("samples_in_data_set", "batch_size", "drop_last", "shuffle", "seed")
 
 
 class ElasticOrder:
-    """Where a loader with an :class:`ElasticSampler` is in its epoch, counted in batches.
+    """Where a loader is in its epoch, counted in batches, and by an :class:`ElasticSampler` in samples, too.
+
+    Without an :class:`ElasticSampler` the order is the user's own, and stays: nothing is divided.
 
     Args:
-        loader: the loader; its batches are torch's, so that the number of samples follows from theirs.
+        loader: the loader; with an :class:`ElasticSampler` its batches are torch's, so that the number of samples
+            follows from theirs.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader, self.sampler = loader, cast("ElasticSampler", sampler_of(loader))
+        self._loader, sampler = loader, sampler_of(loader)
+        self.sampler = sampler if isinstance(sampler, ElasticSampler) else None
 
     def begin_at(self, epoch: int, num_batches: int) -> None:
         """Begins the next iteration after ``num_batches`` batches of the epoch.
 
         If no batch is left, the epoch is over: another division cannot make one of samples that were left out.
         """
+        if self.sampler is None:
+            return
         self.sampler.begin_at(epoch, num_batches * batch_size(self._loader))
         if num_batches and len(self._loader) <= num_batches:
             self.sampler.offset = self.sampler.dataset_size
 
     def place(self, epoch: int, num_batches: int) -> dict[str, Any]:
-        """Returns the fields of the :class:`Place` after ``num_batches`` batches of the epoch."""
+        """Returns the fields of the :class:`Place` after ``num_batches`` batches; of one's own order the first two."""
+        if self.sampler is None:
+            return {"epoch": epoch, "num_batches": num_batches}
         self.begin_at(epoch, num_batches)
-        return asdict(Place(epoch, num_batches, self.sampler.offset, *self._of_data))
+        return asdict(Place(epoch, num_batches, self.sampler.offset, *self._of_data(self.sampler)))
 
-    def common(self) -> dict[str, Any]:
-        """Returns what all members must have in common."""
-        here = asdict(Place(0, 0, 0, *self._of_data))
+    def common(self) -> dict[str, Any] | None:
+        """Returns what all members must have in common; None if the order is the user's own."""
+        if self.sampler is None:
+            return None
+        here = asdict(Place(0, 0, 0, *self._of_data(self.sampler)))
         return {name: here[name] for name in COMMON}
 
     def go_to(self, place: dict[str, Any]) -> None:
-        """Begins the next iteration at another member's place.
+        """Begins the next iteration at a :meth:`place`, of another member, or of one whose order was its own.
 
         Raises:
             ValueError: this member has other data.
         """
+        here = self.common()
+        if self.sampler is None or here is None or "offset" not in place:
+            self.begin_at(place["epoch"], place["num_batches"])
+            return
         there = Place(**place)
-        check_common(self.common(), place)
+        check_common(here, place)
         self.begin_at(there.epoch, 0)
         self.sampler.offset, self.sampler.done = there.offset, there.num_batches * there.batch_size
 
@@ -151,15 +165,13 @@ class ElasticOrder:
 
         ``place_of_data`` is (k, n): this is then the k-th of n members. Returns whether it was not before.
         """
-        if place_of_data == (self.sampler.rank, self.sampler.num_replicas):
+        if self.sampler is None or place_of_data == (self.sampler.rank, self.sampler.num_replicas):
             return False
         self.begin_at(epoch, num_batches)
         self.sampler.rank, self.sampler.num_replicas = place_of_data
         return True
 
-    @property
-    def _of_data(self) -> tuple[int, int, bool, bool, int]:
-        sampler = self.sampler
+    def _of_data(self, sampler: ElasticSampler) -> tuple[int, int, bool, bool, int]:
         drop_last = sampler.drop_last or self._loader.drop_last
         return sampler.dataset_size, batch_size(self._loader), drop_last, sampler.shuffle, sampler.seed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.data.elastic import ElasticOrder, ElasticSampler
+from lightning_pipesync.data.elastic import ElasticOrder
 from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
 from lightning_pipesync.data.order import begin_at
 
@@ -48,7 +48,7 @@ class TrainLoader(LoaderWrapper):
         self.loader = loader
         self.epoch = 0
         self._finish, self._between = finish, between
-        self._order = ElasticOrder(loader) if isinstance(sampler_of(loader), ElasticSampler) else None
+        self._order = ElasticOrder(loader)
         self._has_begun, self._num_batches = False, 0  # whether the epoch has started; its batches so far
         self._is_elsewhere = False  # whether the next batch is one of another iteration over the DataLoader
 
@@ -73,8 +73,7 @@ class TrainLoader(LoaderWrapper):
         """Sets the epoch of the next iteration, which starts at its first batch, or where a resumed run is in it."""
         if epoch != self.epoch or self._has_begun:
             self.epoch, self._has_begun, self._num_batches = epoch, False, 0
-            if self._order is not None:
-                self._order.begin_at(epoch, 0)
+            self._order.begin_at(epoch, 0)
 
     @property
     def num_batches(self) -> int:
@@ -83,13 +82,11 @@ class TrainLoader(LoaderWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and the number of its batches so far; of an ``ElasticSampler``, the :class:`Place`."""
-        if self._order is None:
-            return {"epoch": self.epoch, "num_batches": self._num_batches}
         return self._order.place(self.epoch, self._num_batches)
 
     def common(self) -> dict[str, Any] | None:
         """Returns what the members must have in common; None without an ``ElasticSampler``."""
-        return None if self._order is None else self._order.common()
+        return self._order.common()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next iteration resume from a ``state_dict``; an iteration that runs continues there.
@@ -99,8 +96,7 @@ class TrainLoader(LoaderWrapper):
         Raises:
             ValueError: the state is that of other data.
         """
-        if self._order is not None and "offset" in state:
-            self._order.go_to(state)
+        self._order.go_to(state)
         self.epoch, self._has_begun, self._num_batches = state["epoch"], False, state["num_batches"]
         self._is_elsewhere = True
 
@@ -110,15 +106,14 @@ class TrainLoader(LoaderWrapper):
         Members that call this do so after the same number of batches of the epoch. Without an ``ElasticSampler`` the
         order stays.
         """
-        if self._order is not None and self._order.divide(place_of_data, self.epoch, self._num_batches):
+        if self._order.divide(place_of_data, self.epoch, self._num_batches):
             self._is_elsewhere = True
 
     def _rest(self) -> Generator[Any, None, None]:
         """Returns the batches that are left of the epoch."""
         skipped = self._num_batches
-        if self._order is not None:
-            self._order.begin_at(self.epoch, skipped)
-        begins_within = self._order is not None or begin_at(self.loader, self.epoch, skipped)
+        self._order.begin_at(self.epoch, skipped)
+        begins_within = self._order.sampler is not None or begin_at(self.loader, self.epoch, skipped)
         self._set_epoch_of_data()
         batches = iter(self.loader)
         yield from batches if begins_within else islice(batches, skipped, None)

@@ -9,6 +9,7 @@ from lightning_pipesync.lightning.place import TrainerPlace
 from lightning_pipesync.lightning.private import begin_next_epoch, end_after_batch, no_warning_about_resuming
 from lightning_pipesync.lightning.sharded import ShardedModuleMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
+from lightning_pipesync.training.place import HandedOver
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -31,8 +32,8 @@ class JoiningMixin(ShardedModuleMixin):
         if self._place is None:
             return
         method.data.add(self._place)
-        schedulers = (config.scheduler for config in self._trainer.lr_scheduler_configs)
-        method.hand_over(**{f"scheduler{number}": one for number, one in enumerate(schedulers)})
+        configs = self._trainer.lr_scheduler_configs
+        method.hand_over(trainer=HandedOver(lambda: {"schedulers": [config.scheduler for config in configs]}))
 
     def join(self) -> None:
         """See the base class; where a run resumes, other callbacks find the consolidated weights next."""

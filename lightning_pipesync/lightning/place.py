@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.data.elastic import ElasticOrder, ElasticSampler
-from lightning_pipesync.data.loaders import sampler_of
+from lightning_pipesync.data.elastic import ElasticOrder
 from lightning_pipesync.data.order import DataSettings, in_elastic_order
 from lightning_pipesync.lightning.private import (
     check_progress,
@@ -36,13 +35,13 @@ class TrainerPlace:
 
     def __init__(self, trainer: Trainer, place_of_data: tuple[int, int]) -> None:
         self._trainer, self._place_of_data = trainer, place_of_data
-        self._order: ElasticOrder | None = None  # None: it is the user's own, or the loader is not set up
+        self._order: ElasticOrder | None = None  # None: the loader is not set up
         self._saved: dict[str, Any] | None = None  # the place of a checkpoint, until the loader is set up
 
     def divided(self, loader: DataLoader[Any], settings: DataSettings) -> DataLoader[Any]:
         """Returns the training loader with this member's share of its data."""
         divided = in_elastic_order(loader, settings, self._place_of_data, seed=None)
-        self._order = ElasticOrder(divided) if isinstance(sampler_of(divided), ElasticSampler) else None
+        self._order = ElasticOrder(divided)
         if self._saved is not None:
             self.resume(self._saved)
         return divided
@@ -58,18 +57,14 @@ class TrainerPlace:
 
     def begin_epoch(self) -> None:
         """Tells the Trainer how many batches the epoch has that begins."""
-        if self._order is not None:
+        if self.common() is not None:
             set_num_batches(self._trainer)
 
     def resume(self, saved: dict[str, Any]) -> None:
         """Begins at the place in the data of a checkpoint."""
-        self._saved = None
-        if self._order is None:
-            self._saved = saved
-        elif "offset" in saved:
+        self._saved = saved if self._order is None else None
+        if self._order is not None:
             self._order.go_to(saved)
-        else:  # of a training whose replicas did not come and go
-            self._order.begin_at(saved["epoch"], saved["num_batches"])
 
     def place(self) -> dict[str, Any]:
         """Returns the place in the data, after the present batch."""
@@ -91,10 +86,9 @@ class TrainerPlace:
         there = dict(state)
         go_to_progress(self._trainer, there.pop("progress"))
         epoch, num_batches = position_of(self._trainer)
-        if self._order is None:
+        if self._order is None or self.common() is None:
             return
-        if "offset" in there:
-            self._order.go_to(there)
+        self._order.go_to(there)
         if epoch != there["epoch"]:  # there it was the last batch of an epoch
             self._order.begin_at(epoch, num_batches)
         restart_train_loader(self._trainer)

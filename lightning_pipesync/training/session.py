@@ -5,9 +5,11 @@ Models and optimizers are told apart by identity: a user's class may define an e
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.dtensors import whole_of
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S, at_shutdown, error_at_shutdown
 from lightning_pipesync.methods.method import Method, parameters_of
 from lightning_pipesync.methods.pipeline import PipelineMethod
 from lightning_pipesync.methods.settings import Settings
@@ -88,7 +91,12 @@ class Session:
 
 
 class Sessions:
-    """Everything that was prepared to be trained: models and optimizers in any order, and pipelines."""
+    """Everything that was prepared to be trained: models and optimizers in any order, and pipelines.
+
+    Whatever a method keeps, such as a function, must not refer to the sessions: they end when nothing refers to them.
+    """
+
+    _at_end: Finalize | None = None
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []  # those wrapped, each once, until end(); the same on all ranks
@@ -209,6 +217,28 @@ class Sessions:
         self.optimizers.clear()
         self.pipelines.clear()
         self.modules.clear()
+
+    def end_at_shutdown(self) -> None:
+        """Ends everything when the process ends, or when nothing refers to the sessions any more."""
+        sessions = weakref.ref(self)
+
+        def end(timeout_s: float) -> None:
+            if (present := sessions()) is not None:
+                present.end(timeout_s)
+
+        self._at_end = at_shutdown(end)
+
+    def __del__(self) -> None:
+        if self._at_end is None:
+            return
+        self._at_end.cancel()
+        if not (self.sessions or self.pipelines):
+            return
+        timeout_s = 10.0 if error_at_shutdown() is None else AFTER_ERROR_S
+        if threading.current_thread() is threading.main_thread():
+            self.end(timeout_s)
+        else:  # a garbage collection may run on the very thread of a method that is to end
+            threading.Thread(target=self.end, args=(timeout_s,), name="pipesync-end").start()
 
     def return_optimizer_states(self) -> None:
         """Restores the whole state of the optimizers, of which a rank may have a part only; a collective call."""

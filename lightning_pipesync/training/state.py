@@ -22,7 +22,7 @@ def section_of(
     name: str, config: Settings, transport: Transport, state: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the section under :data:`CHECKPOINT_KEY`, on rank 0 with all ranks' ``state()``; a collective call."""
-    section: dict[str, Any] = {"strategy": name, **_layout(transport)}
+    section: dict[str, Any] = {"strategy": name, **layout_of(transport)}
     if config.checkpoint_replicas:
         of_rank = state()
         section["digests"] = dict(enumerate(transport.job.gather_objects(digest(of_rank))))
@@ -56,13 +56,13 @@ def state_of_rank(
             of ranks, and can be resumed with that one only.
     """
     job = None if transport is None else transport.job
-    rank, present = 0 if job is None else job.rank, _layout(transport)
+    rank, present = 0 if job is None else job.rank, layout_of(transport)
     return on_all_ranks(
         job, lambda: None if saved is None else _state_in(saved, strategy, rank, present, config, removable)
     )
 
 
-def _layout(transport: Transport | None) -> dict[str, int]:
+def layout_of(transport: Transport | None) -> dict[str, int]:
     """Returns what must be as when a rank's state was saved: the numbers of ranks, and of those of a replica."""
     if transport is None:
         return {"world_size": 1, "ranks_per_replica": 1}
@@ -75,15 +75,6 @@ def _in_words(one: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
         return [f"{one['world_size']} ranks", str(other["world_size"])]
     replicas = [(layout["world_size"] // layout["ranks_per_replica"], layout) for layout in (one, other)]
     return [f"{number} x {layout['ranks_per_replica']} ranks (replicas x ranks of each)" for number, layout in replicas]
-
-
-def check_digest(state: Any, expected: str, rank: int, where: str, removable: str) -> None:
-    """Raises a ValueError if the state of a rank does not fit the digest that was saved with it."""
-    if (found := digest(state)) != expected:
-        raise ValueError(
-            f"The state of rank {rank} {where} is damaged: its digest is {found}, and {expected} was saved. Resume "
-            f"from another checkpoint, or remove {removable} to resume from the weights and optimizers alone."
-        )
 
 
 def _state_in(
@@ -101,7 +92,7 @@ def _state_in(
             "from its consolidated weights; the states of its ranks are not used.",
         )
         return None
-    of_saved = {**layout, **{name: saved[name] for name in layout if name in saved}}  # older ones have no replicas
+    of_saved = {name: saved[name] for name in layout}
     if of_saved != layout:
         then, now = _in_words(of_saved, layout)
         if config.needs_as_many_ranks:
@@ -116,8 +107,12 @@ def _state_in(
     if "ranks" not in saved:
         return None
     state: dict[str, Any] = saved["ranks"][rank]
-    if "digests" in saved:  # older checkpoints have none
-        check_digest(state, saved["digests"][rank], rank, f"under {removable}", removable)
+    expected = saved["digests"][rank]
+    if (found := digest(state)) != expected:
+        raise ValueError(
+            f"The state of rank {rank} under {removable} is damaged: its digest is {found}, and {expected} was saved. "
+            f"Resume from another checkpoint, or remove {removable} to resume from the weights and optimizers alone."
+        )
     return state
 
 

@@ -31,25 +31,21 @@ class StepsLoader(ElasticLoader):
         """Returns the number of batches of an epoch of the Trainer; a TypeError, if the data set does not know it."""
         return len(self.loader) if self._length is None else self._length
 
-    def __iter__(self) -> Iterator[Any]:
-        """Iterates over the batches from here on; the Trainer stops at the end of its epoch."""
-        self._join()
+    def _begin_epoch(self) -> None:
         self._has_begun = True
         if self.loader.num_batches and self._is_last():
             self.loader.set_epoch(self.loader.epoch + 1)
         else:
             self.loader.load_state_dict(self.loader.state_dict())  # goes on where it is
-        self.begin()
-        self.remainder = 0
-        try:
-            is_empty = False  # what is left of an epoch may be
-            while not is_empty:
-                is_empty = self.loader.num_batches == 0
-                for batch in self.loader:
-                    is_empty = False
-                    yield batch
-        finally:
-            self.end()
+
+    def _batches(self) -> Iterator[Any]:
+        """Iterates over the batches from here on; the Trainer stops at the end of its epoch."""
+        is_empty = False  # what is left of an epoch may be
+        while not is_empty:
+            is_empty = self.loader.num_batches == 0
+            for batch in self.loader:
+                is_empty = False
+                yield batch
 
     def skip_first_batches(self, num_batches: int) -> StepsLoader:
         """Has the epoch that is set next begin after so many batches, unless the place in the data is known."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import ExportableState
 
+from lightning_pipesync.training.place import check_common
 from lightning_pipesync.transformers.private import count_logs_from_here
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 #: In place of a checkpoint from which a Trainer resumes.
 OTHERS = "the state of the other replicas"
+
+#: What all jobs must have in common.
+STEPS = "steps in an epoch"
 
 #: What a new job gets of the Trainer's state; all jobs have the rest, or it is of their own files.
 FIELDS = (
@@ -44,7 +48,7 @@ class TrainerPlace:
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state()["attributes"])
         state = {name: getattr(self._trainer.state, name) for name in FIELDS}
-        return {**state, "steps_per_epoch": self._steps_per_epoch, "callbacks": states}
+        return {**state, STEPS: self._steps_per_epoch, "callbacks": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to another Trainer's place.
@@ -54,12 +58,8 @@ class TrainerPlace:
                 place, and cannot go back.
         """
         trainer, begun = self._trainer, self._trainer.state.global_step // self._steps_per_epoch
-        if state["steps_per_epoch"] != self._steps_per_epoch:
-            raise ValueError(
-                f"This replica has {self._steps_per_epoch} steps in an epoch, and the others have "
-                f"{state['steps_per_epoch']}: give all the same data, batch size, gradient_accumulation_steps and "
-                "num_replicas."
-            )
+        way_out = "give all the same data, batch size, gradient_accumulation_steps and num_replicas"
+        check_common({STEPS: (self._steps_per_epoch, way_out)}, state)
         if state["global_step"] // self._steps_per_epoch < begun:
             raise ValueError(
                 f"This replica has resumed from a checkpoint of step {trainer.state.global_step}, and the others are "

@@ -37,7 +37,7 @@ def full_disk() -> Iterator[None]:
 
 
 def write_states(folder: Path, size: int) -> None:
-    save_rank_states(folder, RankStates([{"x": torch.ones(size)}]), "dear", 0, 1, [torch.nn.Linear(1, 1)])
+    save_rank_states(folder, RankStates([{"x": torch.ones(size)}]), "dear", 0, {}, [torch.nn.Linear(1, 1)])
 
 
 def write_tuning(folder: Path, size: int) -> None:

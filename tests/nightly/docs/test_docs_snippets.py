@@ -25,14 +25,12 @@ class Run:
 
     Attributes:
         before, after: code that its reader has besides.
-        needs: a module that is not in the oldest versions.
         continues: whether it needs what the snippet before it has made, which is run first.
         init: whether the process group exists.
     """
 
     before: str = ""
     after: str = ""
-    needs: str = ""
     continues: bool = False
     ranks: int = 2
     init: bool = True
@@ -122,7 +120,6 @@ RUNS = {
         after="for x, y in accelerator.prepare_train_loader(loader):\n"
         "    accelerator.backward(loss_function(model(x), y))\n"
         "    optimizer.step()",
-        needs="accelerate.parallelism_config",
         ranks=4,
         init=False,
     ),
@@ -196,8 +193,6 @@ def test_a_snippet_runs(page: Path, number: int, tmp_path: Path) -> None:
         pytest.skip(str(reason))
     run = entry_of(page, snippets[number][1], RUNS) or Run()
     assert isinstance(run, Run)
-    if run.needs:
-        pytest.importorskip(run.needs)
     launch(run_snippet, run.ranks, page, number, tmp_path, init=run.init)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGTERM
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipesync import LocalSGD, PipeSyncAccelerator, PipeSyncPlugin
-from lightning_pipesync.accelerate.joining import HandedOver
+from lightning_pipesync.training.place import HandedOver
 from tests.references.elastic_data import Data, seen
 from tests.references.lost_rank import simulate
 from tests.references.selsync import average
@@ -315,11 +314,11 @@ def test_what_a_job_cannot_do_is_refused() -> None:
 
 
 def test_other_objects_are_refused() -> None:
-    def accelerator(steps: int, *schedulers: Any) -> Any:
-        return SimpleNamespace(scaler=None, batches_per_step=steps, _schedulers=schedulers, _custom_objects=[])
+    def of_job(steps: int, *schedulers: Any) -> HandedOver:
+        return HandedOver(lambda: {"schedulers": schedulers}, lambda: {"batches a step": (steps, "set the same")})
 
-    here = HandedOver(accelerator(2))
-    with pytest.raises(ValueError, match="a step after 2 batches, and the others after 3"):
-        here.load_state_dict(HandedOver(accelerator(3)).state_dict())
+    here = of_job(2)
+    with pytest.raises(ValueError, match="2 batches a step, and the others have 3: set the same"):
+        here.load_state_dict(of_job(3).state_dict())
     with pytest.raises(ValueError, match="has 0 schedulers, and the others have 1"):
-        here.load_state_dict(HandedOver(accelerator(2, Counter())).state_dict())
+        here.load_state_dict(of_job(2, Counter()).state_dict())

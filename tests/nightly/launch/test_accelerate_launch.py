@@ -74,7 +74,6 @@ def test_accelerates_own_scripts(environment: dict[str, str], failing: set[str])
 
 
 def test_a_sharded_model(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate.parallelism_config", reason="Accelerate 1.3 has no ParallelismConfig")
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     options = ["--config_file", str(CONFIGS / "sharded.yaml"), "--main_process_port", str(free_port())]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.accelerate import PipeSyncAccelerator
 from tests.support.accelerate_runs import accelerator_of, steps, train
@@ -48,6 +52,26 @@ def end_with_own_weights(folder: Path) -> tuple[Tensor, Any]:
     return model.weights(), raised(lambda: PipeSyncAccelerator(accelerator.pipesync))
 
 
+def drop() -> tuple[list[bool], int]:
+    """Which models are there after trainings whose Accelerators were dropped, and how many threads more there are."""
+    models = []
+    before = threading.active_count()
+    for method in ("dear", "selsync"):
+        accelerator = accelerator_of(method, timeout_s=60)
+        model = torch.nn.Linear(4, 2)
+        network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+        accelerator.prepare_train_loader(DataLoader(torch.ones(4, 4), 2))  # type: ignore[arg-type]
+        for _ in range(2):
+            optimizer.zero_grad()
+            accelerator.backward(network(torch.ones(2, 4)).sum())
+            optimizer.step()
+        models.append(weakref.ref(model))
+        accelerator._job_watch.close()  # type: ignore[union-attr]
+        del accelerator, model, network, optimizer
+        gc.collect()
+    return [model() is not None for model in models], threading.active_count() - before
+
+
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {
@@ -56,6 +80,7 @@ def trained(folder: Path) -> Outcomes:
         for resumed in (False, True)
     }
     cases |= {"interchange": partial(interchange, folder), "end": partial(end_with_own_weights, folder / "end")}
+    cases = {"drop": drop, **cases}  # before the process group is destroyed
     return launch_cases(cases, 2, init=False)
 
 
@@ -91,3 +116,8 @@ def test_the_end_consolidates_and_replicas_may_be_left_out(trained: Outcomes, fo
     assert "call accelerator.free_memory()" in error[1]
     assert (folder / "end" / "model.safetensors").exists()
     assert not list((folder / "end").glob("pipesync_*"))
+
+
+def test_a_model_that_is_dropped_is_not_kept(trained: Outcomes) -> None:
+    """Without ``free_memory()``; and the threads of its method end."""
+    assert trained["drop"] == [([False, False], 0)] * 2
