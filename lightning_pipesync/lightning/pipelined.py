@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -76,7 +75,7 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 
 @contextmanager
 def leaving_logs_to_rank_0(module: LightningModule) -> Iterator[None]:
-    """Context manager for ranks other than 0: the module logs nothing, and its epoch-end hooks warn instead of raising.
+    """Context manager for ranks other than 0: the module logs nothing, and errors of its epoch-end hooks say why.
 
     The hooks run on all ranks, since they may change the layers. Only rank 0 completes steps, so on other ranks the
     hooks find no results of steps.
@@ -84,7 +83,7 @@ def leaving_logs_to_rank_0(module: LightningModule) -> Iterator[None]:
     names = [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test", "predict")]
     module.log = lambda *_, **__: None  # type: ignore[method-assign]
     for name in names:
-        setattr(module, name, partial(_warn_on_error, name, getattr(module, name)))
+        setattr(module, name, partial(_run_without_results, name, getattr(module, name)))
     try:
         yield
     finally:
@@ -92,15 +91,14 @@ def leaving_logs_to_rank_0(module: LightningModule) -> Iterator[None]:
             delattr(module, name)
 
 
-def _warn_on_error(name: str, hook: Callable[[], None]) -> None:
+def _run_without_results(name: str, hook: Callable[[], None]) -> None:
     try:
         hook()
     except Exception as error:
-        warnings.warn(
-            f"{name} raised {type(error).__name__} on a rank without the last stage, which completes no steps. The "
-            f"error is ignored: {error}",
-            stacklevel=1,
-        )
+        raise RuntimeError(
+            f"{name} raised {type(error).__name__} on a rank that completes no steps: {error}. The hook runs on all "
+            "ranks, and only rank 0 has the results of steps: use them only if self.trainer.is_global_zero."
+        ) from error
 
 
 @contextmanager
