@@ -247,8 +247,10 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the states of the optimizers and of this rank."""
+        """Loads the states of the optimizers; within ``fit`` also that of this rank."""
         super().load_optimizer_state_dict(checkpoint)
+        if self.method is None:  # as in the process that has spawned the ranks
+            return
         saved = checkpoint.get(CHECKPOINT_KEY)
         self._start = self._position()
         if saved is not None and saved["world_size"] != self.world_size:  # its batches were divided differently
