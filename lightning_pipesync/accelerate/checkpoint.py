@@ -20,6 +20,7 @@ from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.torch_private import local_tensor
 from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.training.sharded_state import state_of_shards
 from lightning_pipesync.training.state import check_digest, state_of_rank
 
 
@@ -114,8 +115,6 @@ def read_rank_states(
 
 def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:
     """Loads what Accelerate has written of models that the user has sharded: whole tensors, each rank its shards."""
-    from lightning_pipesync.training.sharded_state import load_whole_state  # imports DTensor, for half a second
-
     for index, model in enumerate(models):
         suffix = f"_{index}" if index else ""
         safe, pickled = (Path(folder, f"{name}{suffix}") for name in (SAFE_MODEL_NAME, MODEL_NAME))
@@ -123,7 +122,7 @@ def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:
             state = load_file(path)
         else:
             state = torch.load(pickled.with_name(f"{pickled.name}.bin"), map_location="cpu", weights_only=True)
-        load_whole_state(model, state)
+        model.load_state_dict(state_of_shards(model, state))
 
 
 def _read(path: Path, rank: int) -> dict[str, Any] | None:

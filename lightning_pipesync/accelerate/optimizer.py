@@ -12,12 +12,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from typing_extensions import override
 
 from lightning_pipesync.accelerate.private import prepared_optimizers
-from lightning_pipesync.core.dtensors import has_shards
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.torch_private import found_overflow
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.session import Sessions
+from lightning_pipesync.training.sharded_state import state_of_shards, whole_state
 
 
 class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
@@ -64,20 +64,12 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
             return self._state_at_hand
         method = self.method
         state = super().state_dict() if method is None else method.optimizer_state_dict(self.optimizer)
-        if not has_shards(self.optimizer):
-            return state
-        from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
-
-        return whole_state(state)
+        return whole_state(self.optimizer, state)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a whole state; of a sharded model each rank gets its shards."""
-        if has_shards(self.optimizer) and not self._is_plain:
-            from lightning_pipesync.training.sharded_state import cut_optimizer_state
-
-            state_dict = cut_optimizer_state(self.optimizer, state_dict)
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict if self._is_plain else state_of_shards(self.optimizer, state_dict))
 
     @contextmanager
     def plain(self) -> Iterator[None]:

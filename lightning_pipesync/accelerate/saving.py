@@ -24,6 +24,7 @@ from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.session import Sessions
+from lightning_pipesync.training.sharded_state import whole_state
 
 
 class SavingAccelerator(WatchedAccelerator):
@@ -97,11 +98,7 @@ class SavingAccelerator(WatchedAccelerator):
         if shards_by_fsdp2(self) and isinstance(model, SyncedModule):
             model = model.module
         state = super().get_state_dict(model, unwrap)
-        if is_sharded(model) and not shards_by_fsdp2(self):  # the user has sharded it
-            from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
-
-            state = whole_state(state)
-        return unshare_storage(state)
+        return unshare_storage(state if shards_by_fsdp2(self) else whole_state(model, state))
 
     @override
     def save_state(

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.dtensors import has_shards, is_sharded
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
@@ -20,6 +19,7 @@ from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.session import MethodPlan, Sessions
+from lightning_pipesync.training.sharded_state import state_of_shards, whole_state
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `lightning_fabric`, whose classes differ
@@ -62,33 +62,19 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
         session = self._sessions.session_of(optimizer)
         if session is None:
             return super().get_optimizer_state(optimizer)
-        state = session.method.optimizer_state_dict(optimizer)
-        if not has_shards(optimizer):
-            return state
-        from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
-
-        return whole_state(state)
+        return whole_state(optimizer, session.method.optimizer_state_dict(optimizer))
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns the state of a model; of a sharded one the whole state, on rank 0, in a collective call."""
         module, synced = _unwrapped_module(module)
-        state = super().get_module_state_dict(module)
-        if is_sharded(module):
-            from lightning_pipesync.training.sharded_state import whole_state
-
-            return whole_state(state)
+        state = whole_state(module, super().get_module_state_dict(module))
         return unshare_storage(state) if synced else state
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         module, _ = _unwrapped_module(module)
-        if is_sharded(module):
-            from lightning_pipesync.training.sharded_state import load_whole_state
-
-            load_whole_state(module, state_dict, strict)
-        else:
-            super().load_module_state_dict(module, state_dict, strict)
+        super().load_module_state_dict(module, state_of_shards(module, state_dict), strict)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -165,8 +151,6 @@ def _unwrapped_module(module: nn.Module) -> tuple[nn.Module, bool]:
 def cut_states(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Context in which those of ``optimizers`` that are sharded load whole states, each rank its shards."""
     with ExitStack() as stack:
-        for optimizer in filter(has_shards, optimizers):
-            from lightning_pipesync.training.sharded_state import cut_optimizer_state
-
-            stack.callback(optimizer.register_load_state_dict_pre_hook(cut_optimizer_state).remove)
+        for optimizer in optimizers:
+            stack.callback(optimizer.register_load_state_dict_pre_hook(state_of_shards).remove)
         yield

@@ -36,6 +36,7 @@ from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS, make_config
 from lightning_pipesync.training.session import MethodPlan, Sessions, contains
+from lightning_pipesync.training.sharded_state import share_weights
 from lightning_pipesync.training.strategies import check_interactive, settings_in
 
 
@@ -133,8 +134,6 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
         """Broadcasts the weights and buffers of rank 0, or of the first replica; optimizers may be set up later."""
         wrapper = self._begin(module, [])
         if is_sharded(wrapper.module):
-            from lightning_pipesync.training.sharded_state import share_weights  # imports DTensor, for half a second
-
             share_weights(wrapper.module, self._replicas_of(wrapper.module))
             return wrapper
         broadcast_fused([*wrapper.parameters(), *buffer_reader(wrapper)()], PIECE_MB)

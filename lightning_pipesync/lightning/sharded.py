@@ -18,6 +18,7 @@ from lightning_pipesync.lightning.private import name_refused_copies, set_device
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.sharded_state import share_weights, state_of_shards, whole_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -71,8 +72,6 @@ class ShardedModuleMixin(DeviceMeshMixin, PipeSyncStrategyMixin[SyncMethod]):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        from lightning_pipesync.training.sharded_state import share_weights
-
         share_weights(self._module, self._replicas_of(self._module))
         self.setup_precision_plugin()
 
@@ -93,36 +92,22 @@ class ShardedModuleMixin(DeviceMeshMixin, PipeSyncStrategyMixin[SyncMethod]):
                 "the weights, so the checkpoint has none."
             )
             return {}
-        return self._whole(state)
+        return whole_state(self._module, state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        return state if self._interrupted else self._whole(state)
-
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state with whole tensors, if the module is sharded; a collective call."""
-        if not self._is_sharded:
-            return state
-        from lightning_pipesync.training.sharded_state import whole_state  # imports DTensor, for half a second
-
-        return whole_state(state)
+        return state if self._interrupted else whole_state(optimizer, state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._is_sharded:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        from lightning_pipesync.training.sharded_state import load_whole_state
-
         self._materialize()  # the memory for what is loaded
-        load_whole_state(self._module, checkpoint["state_dict"], strict)
+        state = state_of_shards(self._module, checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._is_sharded:
-            from lightning_pipesync.training.sharded_state import cut_optimizer_state
-
-            pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-            checkpoint = {**checkpoint, "optimizer_states": [cut_optimizer_state(*pair) for pair in pairs]}
-        super().load_optimizer_state_dict(checkpoint)
+        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)  # as Lightning does
+        super().load_optimizer_state_dict(
+            {**checkpoint, "optimizer_states": [state_of_shards(*pair) for pair in pairs]}
+        )

@@ -42,6 +42,7 @@ from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.session import MethodPlan
+from lightning_pipesync.training.sharded_state import whole_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -323,7 +324,7 @@ class SyncStrategyMixin(JoiningMixin):
             )
             with at_hand(unwrapped(optimizer)):
                 return super().optimizer_state(optimizer)
-        return self._whole(self.method.optimizer_state_dict(unwrapped(optimizer)))
+        return whole_state(optimizer, self.method.optimizer_state_dict(unwrapped(optimizer)))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
