@@ -11,11 +11,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
+from lightning_pipesync.core.faults.failure import PeerWatch, waits_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.private_names import ChecksOverrides
 
 
+@waits_for_all("_job_watch", "wait_for_everyone", "gather", "reduce", "pad_across_processes")
 class WatchedAccelerator(ChecksOverrides, Accelerator):
     """An Accelerator whose waits in the default process group end when a rank is lost, and name it."""
 
@@ -45,23 +46,3 @@ class WatchedAccelerator(ChecksOverrides, Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         with self.naming_ranks():
             super().backward(loss, **kwargs)
-
-    @override
-    def wait_for_everyone(self) -> None:
-        with waiting_for_all(self._job_watch):
-            super().wait_for_everyone()
-
-    @override
-    def gather(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._job_watch):
-            return super().gather(*args, **kwargs)
-
-    @override
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._job_watch):
-            return super().reduce(*args, **kwargs)
-
-    @override
-    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._job_watch):
-            return super().pad_across_processes(*args, **kwargs)

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import is_sharded
-from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
+from lightning_pipesync.core.faults.failure import PeerWatch, waits_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
@@ -48,6 +48,7 @@ class BackwardSyncControl:
         return module.no_sync() if enabled else nullcontext()
 
 
+@waits_for_all("_job_watch", "barrier", "broadcast", "all_reduce", "all_gather")
 class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
@@ -168,26 +169,6 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
             self._job_watch.close()
             self._job_watch = None
         super().teardown()
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with waiting_for_all(self._job_watch):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._job_watch):
-            return super().broadcast(*args, **kwargs)
-
-    @override
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._job_watch):
-            return super().all_reduce(*args, **kwargs)
-
-    @override
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._job_watch):
-            return super().all_gather(*args, **kwargs)
 
     # --- a training step --------------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_pipesync.core.faults.diagnosis import (
     SENTENCES,
@@ -352,6 +353,31 @@ class PeerWatch:
 def waiting_for_all(watch: PeerWatch | None) -> AbstractContextManager[None]:
     """Returns a context in which this rank waits for all others in the default process group; None: nobody is told."""
     return nullcontext() if watch is None else watch.waiting("all ranks, in the default process group")
+
+
+def waits_for_all(watch: str, *names: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator: the inherited methods ``names`` run within :func:`waiting_for_all`.
+
+    Args:
+        watch: the name of the attribute that is the watch, or None.
+        names: of methods of a library's class.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        for name in names:
+            setattr(cls, name, override(_waiting_for_all(cls, watch, name)))
+        return cls
+
+    return decorate
+
+
+def _waiting_for_all(cls: type[Any], watch: str, name: str) -> Callable[..., Any]:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with waiting_for_all(getattr(self, watch)):
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+    wait.__name__, wait.__qualname__ = name, f"{cls.__qualname__}.{name}"
+    return wait
 
 
 class Waiting:
