@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from torch import Tensor
@@ -15,11 +14,9 @@ from typing_extensions import override
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
-from lightning_pipesync.core.faults.meeting import watch_job
-from lightning_pipesync.core.files import check_undamaged
-from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data.order import begin_at, with_resumable_order
+from lightning_pipesync.fabric.job import JobMixin, drop_other_ranks
 from lightning_pipesync.lightning.private import (
     change_train_loaders,
     check_clocks,
@@ -27,10 +24,7 @@ from lightning_pipesync.lightning.private import (
     no_warning_about_resuming,
 )
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.settings import Settings
-from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
-from lightning_pipesync.training.strategies import check_interactive, settings_in
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,45 +36,31 @@ else:
 M = TypeVar("M", bound=Method)
 
 
-class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
-    """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
+class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
+    """Base of the Trainer's strategies of all methods.
 
     Attributes:
-        name: the name under which the strategy is registered.
         callback_class: the callback that is added to the Trainer.
-        config: the method's settings.
         method: the method that trains in the current ``fit``; None outside one.
     """
 
-    name: str
     callback_class: type[Callback]
-    config: Settings
     method: M | None = None
     _rng_states: dict[str, Tensor] | None = None
     _start: tuple[int, int] = (0, 0)
     _checkpoint_step: int | None = None
-    _job_watch: PeerWatch | None = None
 
     def __init__(self, **arguments: Any) -> None:
         self._until_teardown = ExitStack()
-        settings = settings_in(arguments)
-        self.config = make_config(self.name, settings)
+        super().__init__(**arguments)
+
+    @override
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
         for name, instead in self.config.set_by_trainer.items():
             if name in settings:
                 raise ValueError(f"{name}={settings[name]!r} cannot be set under the Trainer: set {instead}.")
-        super().__init__(timeout=timedelta(seconds=self.config.timeout_s), **arguments)
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
-
-    @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        check_interactive(self)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
 
     def _forget_last_fit(self) -> None:
         """Called before anything else of a fit, which may make its loaders."""
@@ -132,9 +112,6 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
             # After an error peers may be gone, and what is in flight may never arrive.
             self.method.detach(timeout_s=1.0 if self._interrupted else 10.0)
             self.method = None
-        if self._job_watch is not None:
-            self._job_watch.close()
-            self._job_watch = None
         self._until_teardown.close()
         super().teardown()
 
@@ -237,12 +214,9 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        check_undamaged(checkpoint_path)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoint_step = checkpoint.get("global_step")
-        ranks = checkpoint.get(CHECKPOINT_KEY, {}).get("ranks", {})
-        for rank in set(ranks) - {self.global_rank}:
-            del ranks[rank]  # a whole replica each
+        drop_other_ranks(checkpoint)  # which a CheckpointIO of the user's has loaded
         return checkpoint
 
     @override
