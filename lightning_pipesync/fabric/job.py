@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.failure import PeerWatch, waits_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.private_names import ChecksOverrides
@@ -57,6 +57,7 @@ else:
     _Base = object
 
 
+@waits_for_all("_watch", "barrier", "broadcast", "all_gather")
 class JobMixin(ChecksOverrides, _Base):
     """Base of all strategies; precedes ``DDPStrategy`` in the bases.
 
@@ -88,6 +89,10 @@ class JobMixin(ChecksOverrides, _Base):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
+
+    @property
+    def _watch(self) -> PeerWatch | None:
+        return self._job_watch
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

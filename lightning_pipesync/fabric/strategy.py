@@ -45,7 +45,7 @@ class BackwardSyncControl:
         return module.no_sync() if enabled else nullcontext()
 
 
-@waits_for_all("_job_watch", "barrier", "broadcast", "all_reduce", "all_gather")
+@waits_for_all("_watch", "all_reduce")
 class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
@@ -60,7 +60,6 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
         self._sessions = Sessions()
         self._ends_at_shutdown = False
 
-    @override
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         check_for_loop(type(self.config), settings)
 

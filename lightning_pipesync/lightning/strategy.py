@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -54,7 +54,6 @@ class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
         self._until_teardown = ExitStack()
         super().__init__(**arguments)
 
-    @override
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         for name, instead in self.config.set_by_trainer.items():
             if name in settings:
@@ -75,12 +74,6 @@ class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
     def _handle_sigterm(self, number: int, frame: Any) -> bool:
         """Returns whether the method ends the training in order, sooner or later."""
         return False
-
-    def _replace_clipping(self, **functions: Callable[[Optimizer, float], None]) -> None:
-        """Replaces functions of the precision plugin, by name, until :meth:`teardown`."""
-        for name, function in functions.items():
-            setattr(self.precision_plugin, name, function)
-            self._until_teardown.callback(vars(self.precision_plugin).pop, name, None)
 
     def _check_checkpoint(self) -> None:
         """Checks that all ranks resume from the same step: those with more steps left would wait for ever."""
@@ -119,16 +112,12 @@ class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks, unless after an error: saving a checkpoint would then wait for a rank that is gone."""
         if not self._interrupted:
-            with waiting_for_all(self._watch):
-                super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns rank 0's object; after an error this rank's own."""
-        if self._interrupted:
-            return obj
-        with waiting_for_all(self._watch):
-            return super().broadcast(obj, *args, **kwargs)
+        return obj if self._interrupted else super().broadcast(obj, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,11 +126,6 @@ class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
             return tensor
         with waiting_for_all(self._watch):
             return super().reduce(tensor, *args, **kwargs)
-
-    @override
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._watch):
-            return super().all_gather(*args, **kwargs)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
