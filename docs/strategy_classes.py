@@ -98,8 +98,7 @@ def files() -> Iterator[tuple[Path, str]]:
     of_trainer = [
         f"from {adapter}.callback import PipeSyncCallbackMixin",
         f"from {adapter}.distribution import Callback, DDPStrategy",
-        f"from {adapter}.step_report import StepReportMixin",
-        f"from {adapter}.trace import TraceCallbackMixin",
+        f"from {adapter}.step_report import StepReportMixin, TraceCallbackMixin",
     ]
     of_fabric = ["from lightning_pipesync.fabric.distribution import DDPStrategy"]
     trainer = stub(lightning_mixin_of, DDPStrategy, "Strategy", "_Strategy", of_trainer, TRAINER, BUILT_IN)

@@ -11,11 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.files import check_undamaged
-from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.core.storage import unshare_storage
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.fabric.job import JobMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.session import MethodPlan, Sessions
@@ -28,11 +26,9 @@ else:
     _Base = object
 
 
-class FabricCheckpointMixin(ChecksOverrides, _Base):
+class FabricCheckpointMixin(JobMixin, _Base):
     """Saves consolidated weights and whole optimizer states, and what each rank needs to resume bit for bit."""
 
-    name: str
-    config: Settings
     _sessions: Sessions
 
     @property
@@ -91,7 +87,6 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state."""
-        check_undamaged(path)
         objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
         loaded = [value for value in objects.values() if isinstance(value, SyncedModule)]
         for wrapper in loaded:

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_pipesync.core.dtensors import is_sharded
-from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.fabric.job import JobMixin
+from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.replica_layout import REPLICAS, ReplicaLayout
 
-if TYPE_CHECKING:
 
-    class _Base:
-        """What Fabric's and the Trainer's DDPStrategy have in common."""
-
-        @property
-        def root_device(self) -> torch.device: ...
-
-        @property
-        def global_rank(self) -> int: ...
-
-        @property
-        def world_size(self) -> int: ...
-
-        @property
-        def distributed_sampler_kwargs(self) -> dict[str, Any]: ...
-
-        def setup_environment(self) -> None: ...
-else:
-    _Base = object
-
-
-class DeviceMeshMixin(ChecksOverrides, _Base):
+class DeviceMeshMixin(JobMixin):
     """Makes the device mesh of a :class:`ReplicaLayout` with several ranks in a replica, and divides the data by it.
 
     Attributes:
@@ -44,11 +22,14 @@ class DeviceMeshMixin(ChecksOverrides, _Base):
         layout: the layout; the strategy sets it.
     """
 
-    name: str
-    config: Settings
     layout_type: ClassVar[type[ReplicaLayout]] = ReplicaLayout
     layout: ReplicaLayout
     _mesh: DeviceMesh | None = None
+
+    def __init__(self, **arguments: Any) -> None:
+        taken = self.layout_type.taken_from(arguments, METHODS[self.name].config_type)
+        super().__init__(**arguments)
+        self.layout = self.layout_type.of(self.config, taken)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,7 @@ from typing_extensions import override
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import is_sharded
-from lightning_pipesync.core.faults.failure import PeerWatch, waits_for_all
-from lightning_pipesync.core.faults.meeting import watch_job
+from lightning_pipesync.core.faults.failure import waits_for_all
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
@@ -34,10 +32,9 @@ from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.module import SyncedModule
-from lightning_pipesync.training.registry import METHODS, make_config
+from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions, contains
 from lightning_pipesync.training.sharded_state import share_weights
-from lightning_pipesync.training.strategies import check_interactive, settings_in
 
 
 class BackwardSyncControl:
@@ -48,7 +45,7 @@ class BackwardSyncControl:
         return module.no_sync() if enabled else nullcontext()
 
 
-@waits_for_all("_job_watch", "barrier", "broadcast", "all_reduce", "all_gather")
+@waits_for_all("_watch", "all_reduce")
 class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
@@ -58,16 +55,13 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        taken = self.layout_type.taken_from(arguments, METHODS[self.name].config_type)
-        settings = settings_in(arguments)
-        self.config = make_config(self.name, settings)
-        self.layout = self.layout_type.of(self.config, taken)
-        check_for_loop(type(self.config), settings)
-        super().__init__(timeout=timedelta(seconds=self.config.timeout_s), **arguments)
+        super().__init__(**arguments)
         control_backward_sync(self, BackwardSyncControl())
         self._sessions = Sessions()
         self._ends_at_shutdown = False
-        self._job_watch: PeerWatch | None = None
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        check_for_loop(type(self.config), settings)
 
     def method_of(self, optimizer: Optimizer | None = None) -> SyncMethod:
         """Returns the method that steps an optimizer, for example to read its metrics.
@@ -121,16 +115,6 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        check_interactive(self)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
-
-    @override
     def setup_module(self, module: nn.Module) -> SyncedModule:  # type: ignore[override]
         """Broadcasts the weights and buffers of rank 0, or of the first replica; optimizers may be set up later."""
         wrapper = self._begin(module, [])
@@ -165,9 +149,6 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     def teardown(self) -> None:
         """Detaches the methods from all models; also called at interpreter shutdown."""
         self._sessions.end()
-        if self._job_watch is not None:
-            self._job_watch.close()
-            self._job_watch = None
         super().teardown()
 
     # --- a training step --------------------------------------------------------------------------------------------

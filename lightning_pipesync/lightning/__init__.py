@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.distribution import Callback, DDPStrategy, StrategyRegistry
 from lightning_pipesync.lightning.pipeline import mixin_of
-from lightning_pipesync.lightning.step_report import StepReportMixin
-from lightning_pipesync.lightning.trace import TraceCallbackMixin
+from lightning_pipesync.lightning.step_report import StepReportMixin, TraceCallbackMixin
 from lightning_pipesync.training.strategies import Strategies
 
 

@@ -9,9 +9,8 @@ from lightning_pipesync.fabric.distribution import CheckpointIO, ClusterEnvironm
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.distribution import Accelerator, Callback, DDPStrategy, Precision
 from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
-from lightning_pipesync.lightning.step_report import StepReportMixin
+from lightning_pipesync.lightning.step_report import StepReportMixin, TraceCallbackMixin
 from lightning_pipesync.lightning.sync import SyncStrategyMixin
-from lightning_pipesync.lightning.trace import TraceCallbackMixin
 from lightning_pipesync.training.strategies import Strategies
 
 class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...

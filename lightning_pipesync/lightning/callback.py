@@ -1,24 +1,32 @@
-"""Callback hooks that the strategies need."""
+"""Callback hooks that the strategies need, and what a method tells loggers, the progress bar and the terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from statistics import fmean
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.fabric.distribution import rank_zero_info
-from lightning_pipesync.lightning.fit_summary import FitSummary
-from lightning_pipesync.lightning.logged import log_hyperparameters, log_in_epoch, log_in_step
-from lightning_pipesync.lightning.private import logs_this_batch, num_batches_trained
+from lightning_pipesync.lightning.private import logs_this_batch, num_batches_trained, saved_hyperparameters
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.settings import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
     from lightning.pytorch import LightningModule, Trainer
 else:
     _Base = object
+
+#: The hyperparameter under which loggers get a method and its settings.
+HYPERPARAMETER = "pipesync"
 
 
 class PipeSyncCallbackMixin(ChecksOverrides, _Base):
@@ -91,18 +99,103 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).share_metrics()
 
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).share_metrics()
-
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).share_metrics()
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).share_metrics()
+    on_validation_end = on_validation_epoch_end
+    on_test_epoch_end = on_validation_epoch_end
+    on_test_end = on_validation_epoch_end
 
 
 def _strategy(trainer: Trainer) -> PipeSyncStrategyMixin[Any]:
     return cast("PipeSyncStrategyMixin[Any]", trainer.strategy)
+
+
+def log_hyperparameters(trainer: Trainer, config: Settings, name: str) -> None:
+    """Gives loggers the method and its settings, with the hyperparameters that the Trainer gives them next.
+
+    TensorBoard shows only what it gets first.
+    """
+    values = {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+    chosen = {key: value for key, value in values.items() if key not in config.set_by_trainer}
+    for logger in trainer.loggers:
+        logger.log_hyperparams({**saved_hyperparameters(trainer), HYPERPARAMETER: {"method": name, **chosen}})
+
+
+def log_in_step(module: LightningModule, method: Method) -> None:
+    """Logs this rank's metrics after a batch; those in which ranks may differ are named by the rank."""
+    rank = module.trainer.global_rank
+
+    def key(name: str) -> str:
+        return f"{name}/rank_{rank}" if method.metric_info(name).differs else name
+
+    _log(module, method, method.metrics(), key)
+
+
+def log_in_epoch(module: LightningModule, method: Method) -> None:
+    """Logs the metrics at the end of an epoch, reduced over the ranks; a collective call."""
+    # They are reduced already, so that Lightning shall neither reduce them (rank_zero_only) nor warn (sync_dist).
+    _log(module, method, method.reduced_metrics(), str, sync_dist=True, rank_zero_only=True)
+
+
+def _log(
+    module: LightningModule, method: Method, metrics: Mapping[str, float], key: Callable[[str], str], **how: Any
+) -> None:
+    # Without a batch_size, Lightning refuses to log for a training_step that takes the loader's iterator.
+    module.log_dict({f"{method.name}/{key(name)}": value for name, value in metrics.items()}, batch_size=1, **how)
+    shown = {short: metrics[name] for name, short in method.shown_metrics.items() if name in metrics}
+    module.log_dict(shown, prog_bar=True, logger=False, batch_size=1, **how)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a setting as a value that every logger and a YAML file can hold."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+class FitSummary:
+    """Counts what a method does from now on.
+
+    Args:
+        method: the method that is about to train.
+        num_steps: the number of optimizer steps before.
+    """
+
+    def __init__(self, method: Method, num_steps: int) -> None:
+        assert method.transport is not None  # only virtual stages have none
+        self._method, self._transport = method, method.transport
+        self._num_steps, self._metrics = num_steps, method.metrics()
+        self._num_bytes, self._waited = self._count_traffic()
+        self._began = perf_counter()
+
+    def text(self, num_steps: int) -> str | None:
+        """Returns the line, on rank 0; None on others, and if no step was taken. A collective call.
+
+        Bytes and waiting are means over the ranks. With NCCL, streams wait, which is not counted, so that the line says
+        nothing about waiting.
+
+        Args:
+            num_steps: the number of optimizer steps now.
+        """
+        method, transport = self._method, self._transport
+        seconds, (num_bytes, waited) = perf_counter() - self._began, self._count_traffic()
+        counted = num_steps - self._num_steps, num_bytes - self._num_bytes, (waited - self._waited) / seconds
+        steps, sent, share = (fmean(values) for values in zip(*transport.job.gather_objects(counted), strict=True))
+        if steps == 0 or transport.job.rank != 0:
+            return None
+        text = f"{type(method).__name__}: {method.summary(round(steps), self._metrics)}"
+        if transport.job.world_size > 1 and method.counts_traffic:
+            text += f"; each rank sent {_mib(sent)}"
+            if method.ddp_bytes is not None:
+                text += f", where DDP sends at least {_mib(steps * method.ddp_bytes)}"
+            if transport.backend != "nccl":
+                text += f"; training waited for the network {share:.0%} of the time"
+        return f"{text}."
+
+    def _count_traffic(self) -> tuple[int, float]:
+        """Returns bytes sent and seconds waited so far."""
+        traffic = self._transport.traffic
+        return traffic.total_bytes_sent, traffic.total_seconds_waited
+
+
+def _mib(num_bytes: float) -> str:
+    mib = num_bytes / MIB
+    return f"{mib:.2g} MiB" if mib < 10 else f"{mib:,.0f} MiB"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.loops.progress import _ProcessedTracker
     from torchmetrics import Metric
+
+
+@contextmanager
+def replacing(owner: object, **values: Any) -> Iterator[None]:
+    """Context manager in which an object has other attributes, such as methods; afterwards, those that it had."""
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(own)
 
 
 def check_trainer(trainer: Trainer, precision: Any) -> None:
@@ -44,29 +58,58 @@ def check_clocks(trainer: Trainer) -> None:
         )
 
 
+#: What may end, or interrupt, a training of ranks that have come to different steps, and whether a Trainer uses it.
+USES: dict[str, Callable[[Trainer], bool]] = {
+    "Trainer(max_time=...)": lambda trainer: _has(trainer, "Timer"),
+    "Trainer(min_steps=...)": lambda trainer: bool(trainer.min_steps),
+    "Trainer(val_check_interval=...)": lambda trainer: trainer.val_check_interval != 1.0,
+    "Trainer(overfit_batches=...)": lambda trainer: bool(trainer.overfit_batches),  # type: ignore[attr-defined]
+    # Of one batch each rank has its own, as with fast_dev_run=True.
+    "Trainer(limit_train_batches=...)": lambda trainer: trainer.limit_train_batches != 1,
+    "ModelCheckpoint(every_n_train_steps=...)": lambda trainer: any(map(_period_of, _model_checkpoints(trainer))),
+    "ModelCheckpoint(train_time_interval=...)": lambda trainer: any(map(_saves_by_time, _model_checkpoints(trainer))),
+    "The search for a learning rate": lambda trainer: _has(trainer, "LearningRateFinder", "_LRCallback"),
+}
+#: What has all ranks agree after each batch.
+AGREEMENTS = ("Trainer(max_time=...)", "ModelCheckpoint(train_time_interval=...)", "The search for a learning rate")
+
+
 def check_agreements(trainer: Trainer, name: str) -> None:
-    """Checks that nothing has all ranks agree after each batch, where they do not wait for each other."""
-    used = {
-        "Trainer(max_time=...)": any(_is_lightnings(one, "Timer") for one in vars(trainer)["callbacks"]),
-        "ModelCheckpoint(train_time_interval=...)": any(map(_saves_by_time, _model_checkpoints(trainer))),
-        "The search for a learning rate": any(
-            _is_lightnings(one, kind)
-            for one in vars(trainer)["callbacks"]
-            for kind in ("LearningRateFinder", "_LRCallback")
-        ),
-    }
-    for what, is_used in used.items():
-        if is_used:
-            raise ValueError(
-                f"{what} has all ranks agree after each batch, and with strategy={name!r} and this policy they do not "
-                "wait for each other: some would wait there for a rank that needs their gradients. Count steps or "
-                "epochs instead, or set policy='sync'."
-            )
+    """Checks that no feature needs a collective after each batch, where ranks do not wait for each other."""
+    _refuse(
+        trainer,
+        AGREEMENTS,
+        f"has all ranks agree after each batch, and with strategy={name!r} and this policy they do not wait for each "
+        "other: some would wait there for a rank that needs their gradients. Count steps or epochs instead, or set "
+        "policy='sync'.",
+    )
+
+
+def check_uneven_batches(trainer: Trainer) -> None:
+    """Checks that nothing that all ranks do together depends on how many batches one rank has had."""
+    _refuse(
+        trainer,
+        [what for what in USES if what != "The search for a learning rate"],
+        "counts the steps of a rank, and with partition='work_queue' ranks take different numbers of them: count in "
+        "epochs (max_epochs, check_val_every_n_epoch, every_n_epochs), or set partition='defdp'.",
+    )
+
+
+def _refuse(trainer: Trainer, features: Iterable[str], why: str) -> None:
+    for what in features:
+        if USES[what](trainer):
+            raise ValueError(f"{what} {why}")
 
 
 def _saves_by_time(callback: Any) -> bool:
     require(callback, "_train_time_interval")
     return callback._train_time_interval is not None
+
+
+def _period_of(callback: Any) -> int:
+    """Returns after how many steps a ModelCheckpoint saves; 0: it does not count steps."""
+    require(callback, "_every_n_train_steps")
+    return max(0, callback._every_n_train_steps)
 
 
 def check_monitored_times(trainer: Trainer, name: str) -> None:
@@ -84,32 +127,9 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     module._device_mesh = mesh
 
 
-def check_uneven_batches(trainer: Trainer) -> None:
-    """Checks that nothing that all ranks do together depends on how many batches one rank has had."""
-    counted = {
-        "Trainer(min_steps=...)": bool(trainer.min_steps),
-        "Trainer(max_time=...)": any(_is_lightnings(callback, "Timer") for callback in vars(trainer)["callbacks"]),
-        "Trainer(val_check_interval=...)": trainer.val_check_interval != 1.0,
-        "Trainer(overfit_batches=...)": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
-        # Of one batch each rank has its own, as with fast_dev_run=True.
-        "Trainer(limit_train_batches=...)": trainer.limit_train_batches != 1,
-    }
-    for callback in _model_checkpoints(trainer):
-        require(callback, "_every_n_train_steps")
-        counted["ModelCheckpoint(every_n_train_steps=...)"] = callback._every_n_train_steps > 0
-        counted["ModelCheckpoint(train_time_interval=...)"] = _saves_by_time(callback)
-    for name, used in counted.items():
-        if used:
-            raise ValueError(
-                f"{name} counts the steps of a rank, and with partition='work_queue' ranks take different numbers of "
-                "them: count in epochs (max_epochs, check_val_every_n_epoch, every_n_epochs), or set "
-                "partition='defdp'."
-            )
-
-
 def has_swa(trainer: Trainer) -> bool:
     """Returns whether the Trainer has a StochasticWeightAveraging."""
-    return any(_is_lightnings(callback, "StochasticWeightAveraging") for callback in vars(trainer)["callbacks"])
+    return _has(trainer, "StochasticWeightAveraging")
 
 
 def writes_average_within_training(trainer: Trainer) -> bool:
@@ -268,12 +288,8 @@ def saved_hyperparameters(trainer: Trainer) -> dict[str, Any]:
 
 def saves_now(trainer: Trainer) -> bool:
     """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint will save after this batch."""
-    for callback in _model_checkpoints(trainer):
-        require(callback, "_every_n_train_steps")
-        period = callback._every_n_train_steps
-        if period and trainer.global_step % period == 0:
-            return True
-    return False
+    periods = map(_period_of, _model_checkpoints(trainer))
+    return any(period and trainer.global_step % period == 0 for period in periods)
 
 
 def num_batches_trained(trainer: Trainer) -> int:
@@ -284,6 +300,11 @@ def _model_checkpoints(trainer: Trainer) -> Iterator[Any]:
     for callback in trainer.checkpoint_callbacks:
         if _is_lightnings(callback, "ModelCheckpoint"):
             yield callback
+
+
+def _has(trainer: Trainer, *names: str) -> bool:
+    """Returns whether the Trainer has a callback of one of Lightning's classes with these names."""
+    return any(_is_lightnings(callback, name) for callback in vars(trainer)["callbacks"] for name in names)
 
 
 def _is_lightnings(callback: object, name: str) -> bool:
@@ -318,16 +339,10 @@ def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
     metric._update_count, metric._computed = updates, None
 
 
-@contextmanager
-def kept_local(metric: Metric) -> Iterator[None]:
-    """Context manager in which a metric is not synchronized across ranks."""
+def kept_local(metric: Metric) -> AbstractContextManager[None]:
+    """Returns a context manager in which a metric is not synchronized across ranks."""
     require(metric, "sync_on_compute", "_to_sync")
-    before = metric.sync_on_compute, metric._to_sync
-    metric.sync_on_compute = metric._to_sync = False
-    try:
-        yield
-    finally:
-        metric.sync_on_compute, metric._to_sync = before
+    return replacing(metric, sync_on_compute=False, _to_sync=False)
 
 
 def without_rank(loader: DataLoader[Any]) -> None:
@@ -337,23 +352,17 @@ def without_rank(loader: DataLoader[Any]) -> None:
         loader.worker_init_fn = functools.partial(seeding.func, rank=0)
 
 
-@contextmanager
-def no_broadcast_of_signals(trainer: Trainer) -> Iterator[None]:
+def no_broadcast_of_signals(trainer: Trainer) -> AbstractContextManager[None]:
     """Removes the broadcast before each batch of whether rank 0 has a SIGTERM, for which all ranks would wait.
 
-    A rank that has one itself still ends after its batch. Versions before the broadcast have nothing to remove.
+    A rank that has one itself still ends after its batch.
     """
     loop = trainer.fit_loop.epoch_loop
-    if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
+    require(loop, "_broadcast_sigterm_tensor")
+    return replacing(loop, _broadcast_sigterm_tensor=lambda: None)
 
 
-@contextmanager
-def no_broadcast_in_handlers(trainer: Trainer, handles: Callable[[int, Any], bool]) -> Iterator[None]:
+def no_broadcast_in_handlers(trainer: Trainer, handles: Callable[[int, Any], bool]) -> AbstractContextManager[None]:
     """Makes a SIGTERM end this rank after its batch, as Lightning does, without a broadcast in its handler.
 
     In that, a rank would wait for rank 0 in the midst of a step, for which rank 0 may wait itself. ``handles`` gets the
@@ -369,11 +378,7 @@ def no_broadcast_in_handlers(trainer: Trainer, handles: Callable[[int, Any], boo
         if not handles(number, frame):
             connector.received_sigterm = True
 
-    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        vars(connector).pop("_sigterm_notifier_fn", None)
+    return replacing(connector, _sigterm_notifier_fn=note)
 
 
 def end_after_batch(trainer: Trainer) -> None:

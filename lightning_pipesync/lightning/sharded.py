@@ -17,7 +17,6 @@ from lightning_pipesync.fabric.private import materialize
 from lightning_pipesync.lightning.private import name_refused_copies, set_device_mesh
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
-from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.sharded_state import share_weights, state_of_shards, whole_state
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ class ShardedModuleMixin(DeviceMeshMixin, PipeSyncStrategyMixin[SyncMethod]):
     """Gives a module its device mesh; saves whole states of a sharded one, and loads each rank's shards of them."""
 
     _way_to_shard = "shard it in configure_model by self.device_mesh"
-
-    def __init__(self, **arguments: Any) -> None:
-        taken = self.layout_type.taken_from(arguments, METHODS[self.name].config_type)
-        super().__init__(**arguments)
-        self.layout = self.layout_type.of(self.config, taken)
 
     @override
     def setup_environment(self) -> None:

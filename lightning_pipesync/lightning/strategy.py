@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from torch import Tensor
@@ -15,11 +14,9 @@ from typing_extensions import override
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
-from lightning_pipesync.core.faults.meeting import watch_job
-from lightning_pipesync.core.files import check_undamaged
-from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data.order import begin_at, with_resumable_order
+from lightning_pipesync.fabric.job import JobMixin, drop_other_ranks
 from lightning_pipesync.lightning.private import (
     change_train_loaders,
     check_clocks,
@@ -27,10 +24,7 @@ from lightning_pipesync.lightning.private import (
     no_warning_about_resuming,
 )
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.settings import Settings
-from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
-from lightning_pipesync.training.strategies import check_interactive, settings_in
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,45 +36,30 @@ else:
 M = TypeVar("M", bound=Method)
 
 
-class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
-    """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
+class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
+    """Base of the Trainer's strategies of all methods.
 
     Attributes:
-        name: the name under which the strategy is registered.
         callback_class: the callback that is added to the Trainer.
-        config: the method's settings.
         method: the method that trains in the current ``fit``; None outside one.
     """
 
-    name: str
     callback_class: type[Callback]
-    config: Settings
     method: M | None = None
     _rng_states: dict[str, Tensor] | None = None
     _start: tuple[int, int] = (0, 0)
     _checkpoint_step: int | None = None
-    _job_watch: PeerWatch | None = None
 
     def __init__(self, **arguments: Any) -> None:
         self._until_teardown = ExitStack()
-        settings = settings_in(arguments)
-        self.config = make_config(self.name, settings)
+        super().__init__(**arguments)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
         for name, instead in self.config.set_by_trainer.items():
             if name in settings:
                 raise ValueError(f"{name}={settings[name]!r} cannot be set under the Trainer: set {instead}.")
-        super().__init__(timeout=timedelta(seconds=self.config.timeout_s), **arguments)
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
-
-    @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        check_interactive(self)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
 
     def _forget_last_fit(self) -> None:
         """Called before anything else of a fit, which may make its loaders."""
@@ -95,12 +74,6 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     def _handle_sigterm(self, number: int, frame: Any) -> bool:
         """Returns whether the method ends the training in order, sooner or later."""
         return False
-
-    def _replace_clipping(self, **functions: Callable[[Optimizer, float], None]) -> None:
-        """Replaces functions of the precision plugin, by name, until :meth:`teardown`."""
-        for name, function in functions.items():
-            setattr(self.precision_plugin, name, function)
-            self._until_teardown.callback(vars(self.precision_plugin).pop, name, None)
 
     def _check_checkpoint(self) -> None:
         """Checks that all ranks resume from the same step: those with more steps left would wait for ever."""
@@ -132,9 +105,6 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
             # After an error peers may be gone, and what is in flight may never arrive.
             self.method.detach(timeout_s=1.0 if self._interrupted else 10.0)
             self.method = None
-        if self._job_watch is not None:
-            self._job_watch.close()
-            self._job_watch = None
         self._until_teardown.close()
         super().teardown()
 
@@ -142,16 +112,12 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks, unless after an error: saving a checkpoint would then wait for a rank that is gone."""
         if not self._interrupted:
-            with waiting_for_all(self._watch):
-                super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns rank 0's object; after an error this rank's own."""
-        if self._interrupted:
-            return obj
-        with waiting_for_all(self._watch):
-            return super().broadcast(obj, *args, **kwargs)
+        return obj if self._interrupted else super().broadcast(obj, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,11 +126,6 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
             return tensor
         with waiting_for_all(self._watch):
             return super().reduce(tensor, *args, **kwargs)
-
-    @override
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(self._watch):
-            return super().all_gather(*args, **kwargs)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -236,19 +197,20 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        check_undamaged(checkpoint_path)
+    def load_checkpoint(  # type: ignore[override]  # Fabric and the Trainer name the path differently
+        self, checkpoint_path: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoint_step = checkpoint.get("global_step")
-        ranks = checkpoint.get(CHECKPOINT_KEY, {}).get("ranks", {})
-        for rank in set(ranks) - {self.global_rank}:
-            del ranks[rank]  # a whole replica each
+        drop_other_ranks(checkpoint)  # which a CheckpointIO of the user's has loaded
         return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the states of the optimizers and of this rank."""
+        """Loads the states of the optimizers; within ``fit`` also that of this rank."""
         super().load_optimizer_state_dict(checkpoint)
+        if self.method is None:  # as in the process that has spawned the ranks
+            return
         saved = checkpoint.get(CHECKPOINT_KEY)
         self._start = self._position()
         if saved is not None and saved["world_size"] != self.world_size:  # its batches were divided differently

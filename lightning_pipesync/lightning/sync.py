@@ -22,9 +22,8 @@ from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data.loaders import batch_size_before_injection
 from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.fabric.distribution import rank_zero_warn
-from lightning_pipesync.fabric.private import scaler_of, unwrapped
+from lightning_pipesync.fabric.private import LIGHTNING, scaler_of, unwrapped
 from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
-from lightning_pipesync.lightning.hooks import has_hooks_between_steps
 from lightning_pipesync.lightning.joining import JoiningMixin
 from lightning_pipesync.lightning.private import (
     check_agreements,
@@ -32,6 +31,7 @@ from lightning_pipesync.lightning.private import (
     check_uneven_batches,
     has_swa,
     no_broadcast_of_signals,
+    replacing,
     run_hooks_before_step,
     saves_now,
     writes_average_within_training,
@@ -53,6 +53,11 @@ VALIDATION_LOADERS = "val_dataloader()"
 
 #: What this rank's weights are if a flush has found that ranks hold different ones.
 RIGHT_OR_WRONG = "those of rank 0, right or wrong, as the ranks hold different ones: resume from an earlier checkpoint"
+
+#: Hooks of modules and callbacks between a step and the next forward pass, which may read and write weights.
+HOOKS = ("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start")
+#: Packages whose own hooks wait where they read weights.
+LIBRARIES = (*LIGHTNING, "lightning_pipesync")
 
 
 class SyncStrategyMixin(JoiningMixin):
@@ -92,13 +97,14 @@ class SyncStrategyMixin(JoiningMixin):
         if self._may_be_uneven(method):
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         if self.config.partition == "work_queue":
-            self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
+            self._until_teardown.enter_context(self._uneven_batches.pace_schedulers(module))
             self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
         self._hooks_follow = self.config.wait_for_hooks and has_hooks_between_steps(trainer)
         self._check_checkpoint()
         self._follow_averages(trainer, method)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
-        self._replace_clipping(clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
+        clipping = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
+        self._until_teardown.enter_context(replacing(self.precision_plugin, **clipping))
 
     def _forget_last_fit(self) -> None:
         super()._forget_last_fit()
@@ -344,3 +350,16 @@ class SyncStrategyMixin(JoiningMixin):
     @property
     def _automatic(self) -> bool:
         return self._module.automatic_optimization
+
+
+def has_hooks_between_steps(trainer: Trainer) -> bool:
+    """Returns whether the module, or a callback that is not one of the libraries', overrides such a hook."""
+    owners = [trainer.lightning_module, *vars(trainer)["callbacks"]]
+    return any(_overrides(owner, hook) for owner in owners for hook in HOOKS)
+
+
+def _overrides(owner: object, hook: str) -> bool:
+    if hook in vars(owner):  # as of a LambdaCallback
+        return True
+    found = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
+    return found is not None and found.__module__.partition(".")[0] not in LIBRARIES

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_pipesync.data.loaders import sampler_of
 from lightning_pipesync.data.order import with_work_queue
 from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
+from lightning_pipesync.lightning.private import replacing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -35,22 +35,16 @@ class UnevenBatches:
         self._batches.max_batches = self._max_batches
         return loader
 
-    @contextmanager
-    def limited(self, trainer: Trainer) -> Iterator[None]:
+    def limited(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Makes ``max_steps`` count the steps of an average rank, however many steps this one takes.
 
         All ranks together get as many batches as DDP's would in ``max_steps`` steps. If they are fewer in the last
         epoch than there are ranks, that epoch is left out.
         """
         loop = trainer.fit_loop.epoch_loop
-        max_steps = loop.max_steps
-        if max_steps != -1:
-            self._max_batches = max_steps * self._world_size * trainer.accumulate_grad_batches
-        loop.max_steps = -1
-        try:
-            yield
-        finally:
-            loop.max_steps = max_steps
+        if loop.max_steps != -1:
+            self._max_batches = loop.max_steps * self._world_size * trainer.accumulate_grad_batches
+        return replacing(loop, max_steps=-1)
 
     @property
     def are_used_up(self) -> bool:
@@ -59,8 +53,8 @@ class UnevenBatches:
             return False
         return self._max_batches - self._batches.num_taken < self._world_size
 
-    def pace_schedulers(self, module: LightningModule) -> Callable[[], object]:
-        """Makes schedulers that count steps go to where an average rank is; returns a function that undoes it.
+    def pace_schedulers(self, module: LightningModule) -> AbstractContextManager[None]:
+        """Returns a context manager in which schedulers that count steps go to where an average rank is.
 
         Those that wait for a metric stay as they are.
         """
@@ -79,5 +73,4 @@ class UnevenBatches:
                 step(scheduler, metric)
             self._num_stepped[id(scheduler)] = max(done, position)
 
-        module.lr_scheduler_step = to_position  # type: ignore[method-assign]
-        return lambda: vars(module).pop("lr_scheduler_step", None)
+        return replacing(module, lr_scheduler_step=to_position)

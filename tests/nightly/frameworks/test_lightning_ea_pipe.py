@@ -20,9 +20,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_pipesync import EAPipeStrategy
 from tests.nightly.frameworks.test_lightning_events import Fetching
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, launch, raised
+from tests.support.harness import assert_raised, assert_refused, launch, raised
 from tests.support.lightning_models import (
     Classifier,
+    Memory,
     dataset,
     fit,
     make_strategy,
@@ -84,7 +85,8 @@ class Watched(Classifier):
         self.log("val_loss", self.outputs[-1])
 
     def on_validation_epoch_end(self) -> None:
-        self.log("collected", torch.stack(self.outputs).mean())
+        if self.trainer.is_global_zero:  # the other ranks have none
+            self.log("collected", torch.stack(self.outputs).mean())
         self.outputs.clear()
 
     test_step = validation_step
@@ -238,6 +240,28 @@ def fit_wrongly(folder: Path, kind: str) -> tuple[str, str] | None:
     return raised(lambda: run.fit(make(kind), train_loader()))
 
 
+class Unwritable(Memory):
+    """Raises when rank 1 logs a text."""
+
+    def log_text(self) -> None:
+        if os.environ["RANK"] == "1":
+            raise OSError("no space left")
+
+
+class LogsAtEpochEnd(Classifier):
+    """Logs at the end of an epoch, before a collective of its own."""
+
+    def on_train_epoch_end(self) -> None:
+        self.logger.log_text()  # type: ignore[union-attr]
+        torch.distributed.all_reduce(torch.ones(1))
+
+
+def log_wrongly(folder: Path) -> tuple[str, str] | None:
+    strategy = EAPipeStrategy(module="model", split=(2,), timeout_s=20)
+    run = trainer(strategy, 2, folder, max_epochs=1, logger=Unwritable())
+    return raised(lambda: run.fit(LogsAtEpochEnd(), train_loader()))
+
+
 def evaluate_only(folder: Path) -> list[Any]:
     model = Classifier()
     run = trainer("ea_pipe", 2, folder)
@@ -347,6 +371,13 @@ def test_a_step_that_does_not_fit_is_named(kind: str, folder: Path) -> None:
     for outcome in outcomes:
         assert outcome[0] == "RuntimeError"
         assert words in outcome[1] or "at fault" in outcome[1]
+
+
+def test_a_rank_whose_epoch_end_fails_ends_the_training(folder: Path) -> None:
+    """The other rank would wait in the hook's collective."""
+    first, second = launch(log_wrongly, 2, folder, init=False)
+    assert_raised(first, "RuntimeError", "Rank 1", "is at fault", "no space left")
+    assert_raised(second, "RuntimeError", "on_train_epoch_end", "no space left", "is_global_zero")
 
 
 def test_evaluation_without_training(trained: Outcomes) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync import SelDPSampler
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, on_ranks, raised
+from tests.support.harness import assert_refused, on_ranks, raised, slots
 from tests.support.lightning_models import (
     Classifier,
     batches,
@@ -264,3 +264,18 @@ def test_another_number_of_ranks(trained: Outcomes, folder: Path) -> None:
     assert outcomes["dear"][0]["seen"]
     assert not any("there are 1" in one for one in outcomes["dear"][0]["said"])
     assert_refused({"state of 2 ranks": outcomes["selsync"][0], "1": outcomes["selsync"][0]})
+
+
+@pytest.mark.parametrize("name", ["dear", "local_sgd"])
+def test_restoring_in_the_process_that_has_spawned_the_ranks(name: str, tmp_path: Path) -> None:
+    """It has no method, and its module has no Trainer: as under DDP, the optimizer is restored."""
+    saving = ModelCheckpoint(tmp_path, filename="last")
+    strategy = make_strategy({"name": name, "start_method": "spawn"})
+    run = trainer(strategy, 1, tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[saving])
+    model = Classifier(optimizer="adamw")
+    with slots(1):
+        run.fit(model, train_loader())
+    run.strategy.optimizers = [model.configure_optimizers()]
+    run._checkpoint_connector.restore(tmp_path / "last.ckpt")
+    assert all(state["step"] == 16 for state in run.optimizers[0].state.values())
+    assert len(run.optimizers[0].state) > 0
