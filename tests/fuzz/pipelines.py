@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from random import Random
 from typing import Any
 
@@ -22,6 +20,7 @@ from tests.fuzz.methods import TIMEOUT_S, Check, Settings
 from tests.fuzz.optimizers import OPTIMIZERS, Options, draw_options
 from tests.fuzz.outcome import Outcome, judge
 from tests.fuzz.training import Seen
+from tests.references.ea_pipe import ElasticReplicas, Stashed, Synchronous
 from tests.support.models import batch
 
 MINI_BATCHES = 9
@@ -169,65 +168,30 @@ class Loop:
     """The algorithms in one process."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.algorithm = pipeline, pipeline.settings["algorithm"]
+        self.pipeline = pipeline
         self.seen: Seen = {}
-        self.master = pipeline.model()
-        self.number = pipeline.settings.get("replicas") or pipeline.world_size
-        self.step = 0
-        self.replicas = [copy.deepcopy(self.master) for _ in range(self.number)]
-        trained = self.replicas if self.algorithm == "ea_pipe" else [self.master]
-        self.optimizers = [self.pipeline.make_optimizer(model.parameters()) for model in trained]
-        self.versions = [_copies(self.master)]
+        self.reference = self._reference(pipeline.settings)
+
+    def _reference(self, settings: Settings) -> Any:
+        pipeline, algorithm = self.pipeline, settings["algorithm"]
+        model, number = pipeline.model(), pipeline.world_size
+        given = model, pipeline.make_optimizer
+        if algorithm == "ea_pipe":
+            elastic = {name: settings[name] for name in ("elastic_force", "period")}
+            return ElasticReplicas(*given, self._backward, n=settings.get("replicas") or number, **elastic)
+        if algorithm in _SYNCHRONOUS:
+            return Synchronous(*given, self._backward_in_parts)
+        by_stage = algorithm == "weight_stashing"
+        stages = [self._stage_of(model, name) if by_stage else 0 for name, _ in model.named_parameters()]
+        return Stashed(*given, self._backward, stages=stages, num_stages=number)
 
     def train(self, index: int) -> None:
-        if self.algorithm == "ea_pipe":
-            self._elastic(index)
-        elif self.algorithm in _SYNCHRONOUS:
-            self._synchronous(index)
-        else:
-            self._stashed(index)
-        self.step += 1
+        self.reference.train(index)
 
-    def _elastic(self, index: int) -> None:
-        settings, i = self.pipeline.settings, self.step % self.number
-        self._backward(self.replicas[i], index)
-        self._update(self.replicas[i], self.optimizers[i])
-        if ceil((self.step + 1) / self.number) % settings["period"] == 0:
-            with torch.no_grad():
-                for x, center in zip(_tensors(self.replicas[i]), _tensors(self.master), strict=True):  # Eq. 1
-                    if x.is_floating_point():
-                        difference = x - center
-                        x -= settings["elastic_force"] * difference
-                        center += settings["elastic_force"] * difference
-                    else:
-                        center.copy_(x)
-
-    def _stashed(self, index: int) -> None:
-        """PipeDream: with vertical sync all stages see the weights of N updates before, else later ones less old."""
-        number, seen = self.pipeline.world_size, copy.deepcopy(self.master)
-        with torch.no_grad():
-            for position, (name, p) in enumerate(seen.named_parameters()):
-                stage = self._stage_of(name) if self.algorithm == "weight_stashing" else 0
-                p.copy_(self.versions[max(0, self.step + 1 - number + stage)][position])
-        self._backward(seen, index)
-        for p, stashed in zip(self.master.parameters(), seen.parameters(), strict=True):
-            p.grad = stashed.grad
-        for buffer, new in zip(self.master.buffers(), seen.buffers(), strict=True):
-            buffer.copy_(new)
-        self._update(self.master, self.optimizers[0])
-        self.versions.append(_copies(self.master))
-
-    def _synchronous(self, index: int) -> None:
-        x, y = self.pipeline.batch(8 * index)
-        number = self.pipeline.world_size
-        for part, target in zip(x.chunk(number), y.chunk(number), strict=True):
-            (nn.functional.cross_entropy(self.master(part), target) / number).backward()
-        self._update(self.master, self.optimizers[0])
-
-    def _stage_of(self, parameter: str) -> int:
+    def _stage_of(self, model: nn.Module, parameter: str) -> int:
         """Returns the stage that has a parameter; layers of a sequence within the model count one by one."""
         layers: list[str] = []
-        for name, child in self.master.named_children():
+        for name, child in model.named_children():
             layers += [f"{name}.{n}." for n in range(len(child))] if isinstance(child, nn.Sequential) else [f"{name}."]
         [layer] = [index for index, prefix in enumerate(layers) if parameter.startswith(prefix)]
         return sum(layer >= first for first in self.pipeline.settings["split"])
@@ -236,33 +200,24 @@ class Loop:
         for part in range(self.pipeline.accumulate):
             x, y = self.pipeline.batch(8 * index + part)
             (nn.functional.cross_entropy(model(x), y) / self.pipeline.accumulate).backward()
-
-    def _update(self, model: nn.Module, optimizer: Optimizer) -> None:
         if "clip_norm" in self.pipeline.settings:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        model.zero_grad()
+
+    def _backward_in_parts(self, model: nn.Module, index: int) -> None:
+        x, y = self.pipeline.batch(8 * index)
+        number = self.pipeline.world_size
+        for part, target in zip(x.chunk(number), y.chunk(number), strict=True):
+            (nn.functional.cross_entropy(model(part), target) / number).backward()
 
     def see(self, moment: str) -> None:
-        self.seen |= {f"{moment}: {name}": value.detach().clone() for name, value in self.master.state_dict().items()}
+        weights = self.reference.master.state_dict()
+        self.seen |= {f"{moment}: {name}": value.detach().clone() for name, value in weights.items()}
 
     def load_weights(self) -> None:
-        """All replicas and versions begin anew; optimizers keep their states."""
-        self.master.load_state_dict(self.pipeline.model().state_dict())
-        for replica in self.replicas:
-            replica.load_state_dict(self.master.state_dict())
-        self.versions = [_copies(self.master) for _ in self.versions]
+        self.reference.load(self.pipeline.model())
 
     def start_anew(self) -> None:
         """Nothing is to change."""
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _copies(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 #: What may happen before a mini-batch.

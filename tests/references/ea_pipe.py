@@ -1,58 +1,47 @@
-"""EA-Pipe (Algorithms 1 to 3) and what the paper compares it to, in one process, with plain tensors.
+"""EA-Pipe (Algorithms 1 to 3) and what the paper compares it to, in one process; the fuzzer trains any model by them.
 
-The model is a list of weights and biases with ReLU between; its gradient is written out, so that the weights of the
-backward pass may differ from those of the forward pass.
+An algorithm has a ``master``, and ``train`` takes a mini-batch, of which ``backward`` leaves the gradient in a model.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-#: Weight [out, in] and bias [out] of each layer, one after the other.
-Weights = list[Tensor]
 Batch = tuple[Tensor, Tensor]
-#: A mini-batch; or those of pipelines side by side, whose mean gradient counts.
-MiniBatch = Batch | list[Batch]
-MakeOptimizer = Callable[[Weights], Optimizer]
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+Backward = Callable[[nn.Module, Any], object]
 
 
-def gradient(seen: Weights, used: Weights, batch: MiniBatch) -> Weights:
-    """The gradient of the cross-entropy with weights `seen` in the forward and `used` in the backward pass.
-
-    Of a list of batches, such as those of pipelines side by side, the mean.
-    """
-    if isinstance(batch, list):
-        of_batches = zip(*(gradient(seen, used, each) for each in batch), strict=True)
-        return [sum(rest, first) / len(batch) for first, *rest in of_batches]
-    x, y = batch
-    inputs, last = [], len(seen) // 2 - 1
-    for layer in range(last + 1):
-        inputs.append(x)
-        x = x @ seen[2 * layer].t() + seen[2 * layer + 1]
-        x = x if layer == last else x.relu()
-    x = x.requires_grad_()
-    (error,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x, y), x)
-    found: Weights = []
-    for layer in range(last, -1, -1):
-        found = [error.t() @ inputs[layer], error.sum(dim=0), *found]  # as autograd: its transpose rounds otherwise
-        error = (error @ used[2 * layer]) * (inputs[layer] > 0)
-    return found
+def backward(model: nn.Module, mini_batch: Batch | list[Batch]) -> None:
+    """Computes the gradient of the cross-entropy; of a list, such as of pipelines side by side, the mean."""
+    batches, parameters = mini_batch if isinstance(mini_batch, list) else [mini_batch], list(model.parameters())
+    found = [torch.autograd.grad(nn.functional.cross_entropy(model(x), y), parameters) for x, y in batches]
+    for p, first, *rest in zip(parameters, *found, strict=True):
+        p.grad = sum(rest, first) / len(found)
 
 
-def copied(weights: Sequence[Tensor]) -> Weights:
-    return [tensor.detach().clone() for tensor in weights]
+class Synchronous:
+    """GPipe and 1F1B: SGD."""
 
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, backward: Backward = backward) -> None:
+        self.master, self.backward = copy.deepcopy(model), backward
+        self.optimizer = make_optimizer(list(self.master.parameters()))
 
-def step(optimizer: Optimizer, weights: Weights, gradients: Weights) -> None:
-    for tensor, value in zip(weights, gradients, strict=True):
-        tensor.grad = value
-    optimizer.step()
+    def train(self, mini_batch: Any) -> None:
+        self.backward(self.master, mini_batch)
+        self.optimizer.step()
+        self.master.zero_grad()
+
+    def load(self, model: nn.Module) -> None:
+        """Begins anew with these weights; optimizers keep their states."""
+        self.master.load_state_dict(model.state_dict())
 
 
 class ElasticReplicas:
@@ -63,109 +52,168 @@ class ElasticReplicas:
     """
 
     def __init__(
-        self, initial: Weights, make_optimizer: MakeOptimizer, n: int, elastic_force: float = 0.5, period: int = 1
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        backward: Backward = backward,
+        *,
+        n: int,
+        elastic_force: float = 0.5,
+        period: int = 1,
     ) -> None:
-        self.master, self.local = copied(initial), [copied(initial) for _ in range(n)]
-        self.optimizers = [make_optimizer(weights) for weights in self.local]
+        self.master = copy.deepcopy(model)
+        self.replicas = [Synchronous(model, make_optimizer, backward) for _ in range(n)]
         self.force, self.period, self.t = elastic_force, period, 0
 
-    def train(self, batch: MiniBatch) -> None:
-        n, i, self.t = len(self.local), self.t % len(self.local), self.t + 1
-        step(self.optimizers[i], self.local[i], gradient(self.local[i], self.local[i], batch))
+    @torch.no_grad()
+    def _attract(self, replica: nn.Module) -> None:
+        """Eq. 1; also of buffers."""
+        for x, center in zip(tensors_of(replica), tensors_of(self.master), strict=True):
+            if x.is_floating_point():
+                difference = x - center
+                x -= self.force * difference
+                center += self.force * difference
+            else:
+                center.copy_(x)
+
+    def train(self, mini_batch: Any) -> None:
+        n, replica, self.t = len(self.replicas), self.replicas[self.t % len(self.replicas)], self.t + 1
+        replica.train(mini_batch)
         if ceil(self.t / n) % self.period == 0:
-            for x, center in zip(self.local[i], self.master, strict=True):  # Eq. 1
-                with torch.no_grad():
-                    difference = x - center
-                    x -= self.force * difference
-                    center += self.force * difference
+            self._attract(replica.master)
+
+    def load(self, model: nn.Module) -> None:
+        for one in (self.master, *(replica.master for replica in self.replicas)):
+            one.load_state_dict(model.state_dict())
 
 
-def pipedream(
-    initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[MiniBatch], num_stages: int
-) -> Weights:
-    """Weight stashing and vertical sync: mini-batch t sees the weights after update t - N, and updates the newest."""
-    master, versions = copied(initial), [copied(initial)]
-    optimizer = make_optimizer(master)
-    for t, batch in enumerate(batches, 1):
-        stashed = versions[max(0, t - num_stages)]
-        step(optimizer, master, gradient(stashed, stashed, batch))
-        versions.append(copied(master))
-    return master
-
-
-def weight_stashing(
-    initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[MiniBatch], stage_of: Sequence[int]
-) -> Weights:
-    """At stage n of N (from 0 on) mini-batch t sees the weights after update t - N + n, and updates the newest.
+class Stashed(Synchronous):
+    """Mini-batch t sees at stage n of N (from 0 on) the weights after update t - N + n, and updates the newest.
 
     Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Section 3.3.
+
+    Args:
+        stages: of each parameter; 0 of all with vertical sync, as in PipeDream.
     """
-    n = max(stage_of) + 1
-    weights, versions = copied(initial), [copied(initial)]
-    optimizer = make_optimizer(weights)
-    for t, batch in enumerate(batches, 1):
-        stashed = [versions[max(0, t - n + stage_of[tensor // 2])][tensor] for tensor in range(len(initial))]
-        step(optimizer, weights, gradient(stashed, stashed, batch))
-        versions.append(copied(weights))
-    return weights
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        backward: Backward = backward,
+        *,
+        stages: Sequence[int],
+        num_stages: int,
+    ) -> None:
+        super().__init__(model, make_optimizer, backward)
+        self.stages, self.num_stages, self.versions = stages, num_stages, [copies(model)]
+
+    def train(self, mini_batch: Any) -> None:
+        t, seen = len(self.versions), copy.deepcopy(self.master)
+        with torch.no_grad():
+            for i, p in enumerate(seen.parameters()):
+                p.copy_(self.versions[max(0, t - self.num_stages + self.stages[i])][i])
+        self.backward(seen, mini_batch)
+        for p, stashed in zip(self.master.parameters(), seen.parameters(), strict=True):
+            p.grad = stashed.grad
+        for buffer, new in zip(self.master.buffers(), seen.buffers(), strict=True):
+            buffer.copy_(new)
+        self.optimizer.step()
+        self.master.zero_grad()
+        self.versions.append(copies(self.master))
+
+    def load(self, model: nn.Module) -> None:
+        super().load(model)
+        self.versions = [copies(model) for _ in self.versions]
 
 
-def one_version(
-    initial: Weights,
-    make_optimizer: MakeOptimizer,
-    batches: Sequence[MiniBatch],
-    stage_of: Sequence[int],
-    smoothing: float | None = None,
-) -> Weights:
+class OneVersion(Synchronous):
     """Naive pipelining; with `smoothing` SpecTrain, which predicts the weights from smoothed updates.
 
     At the last of N stages mini-batch t is through after update t - 1, at stage n (from 0 on) its forward pass comes
-    N - 1 - n updates earlier than its backward pass.
+    N - 1 - n updates earlier than its backward pass. The model has linear layers with ReLU between.
     """
-    n = max(stage_of) + 1
-    weights, versions, velocities = copied(initial), [copied(initial)], [[torch.zeros_like(w) for w in initial]]
-    optimizer = make_optimizer(weights)
 
-    def predicted(tensor: int, version: int, ahead: int) -> Tensor:
-        now, velocity = versions[version][tensor], velocities[version][tensor]
-        return now if smoothing is None else now + ahead * velocity
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, *, stages: Sequence[int], smoothing: float | None
+    ) -> None:
+        super().__init__(model, make_optimizer)
+        self.stages, self.smoothing = stages, smoothing
+        self.versions, self.velocities = [copies(model)], [[torch.zeros_like(p) for p in copies(model)]]
 
-    for t, batch in enumerate(batches, 1):
-        seen, used = [], []
-        for tensor in range(len(initial)):
-            stage = stage_of[tensor // 2]
+    def _predicted(self, tensor: int, version: int, ahead: int) -> Tensor:
+        now, velocity = self.versions[version][tensor], self.velocities[version][tensor]
+        return now if self.smoothing is None else now + ahead * velocity
+
+    def train(self, mini_batch: Any) -> None:
+        t, n, seen, used = len(self.versions), max(self.stages) + 1, [], []
+        for tensor, stage in enumerate(self.stages):
             between, after = n - 1 - stage, stage // 2
-            seen.append(predicted(tensor, max(0, t - 1 - between), between + after))
-            used.append(predicted(tensor, t - 1, after))
-        step(optimizer, weights, gradient(seen, used, batch))
-        velocities.append(
-            [
-                torch.lerp(v, new - old, 1 - (smoothing or 0.0))
-                for v, new, old in zip(velocities[-1], weights, versions[-1], strict=True)
-            ]
-        )
-        versions.append(copied(weights))
-    return weights
+            seen.append(self._predicted(tensor, max(0, t - 1 - between), between + after))
+            used.append(self._predicted(tensor, t - 1, after))
+        for p, value in zip(self.master.parameters(), gradient(seen, used, mini_batch), strict=True):
+            p.grad = value
+        self.optimizer.step()
+        old, new = self.versions[-1], copies(self.master)
+        smoothed = zip(self.velocities[-1], new, old, strict=True)
+        self.velocities.append([torch.lerp(v, now - was, 1 - (self.smoothing or 0.0)) for v, now, was in smoothed])
+        self.versions.append(new)
+
+
+def gradient(seen: list[Tensor], used: list[Tensor], mini_batch: Batch | list[Batch]) -> list[Tensor]:
+    """The gradient of linear layers with weights `seen` in the forward and `used` in the backward pass."""
+    if isinstance(mini_batch, list):
+        of_batches = zip(*(gradient(seen, used, each) for each in mini_batch), strict=True)
+        return [sum(rest, first) / len(mini_batch) for first, *rest in of_batches]
+    x, y = mini_batch
+    inputs, last = [], len(seen) // 2 - 1
+    for layer in range(last + 1):
+        inputs.append(x)
+        x = x @ seen[2 * layer].t() + seen[2 * layer + 1]
+        x = x if layer == last else x.relu()
+    x = x.requires_grad_()
+    (error,) = torch.autograd.grad(nn.functional.cross_entropy(x, y), x)
+    found: list[Tensor] = []
+    for layer in range(last, -1, -1):
+        found = [error.t() @ inputs[layer], error.sum(dim=0), *found]  # as autograd: its transpose rounds otherwise
+        error = (error @ used[2 * layer]) * (inputs[layer] > 0)
+    return found
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def copies(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def reference_of(
     settings: Mapping[str, Any],
-    initial: Weights,
+    model: nn.Module,
     make_optimizer: MakeOptimizer,
-    batches: Sequence[MiniBatch],
+    mini_batches: Sequence[Batch | list[Batch]],
     stage_of: Sequence[int],
     smoothing: float,
-) -> Weights:
-    """Trains by the algorithm of an engine's settings; ``smoothing`` is SpecTrain's."""
+) -> list[Tensor]:
+    """Trains by the algorithm of an engine's settings; returns the weights.
+
+    Args:
+        stage_of: the stage of each linear layer.
+        smoothing: SpecTrain's.
+    """
     known = dict(settings)
     algorithm, num_stages = known.pop("algorithm", "ea_pipe"), max(stage_of) + 1
+    stages = [stage for stage in stage_of for _ in ("weight", "bias")]
+    reference: Any
     if algorithm == "ea_pipe":
-        elastic = ElasticReplicas(initial, make_optimizer, known.pop("replicas", num_stages), **known)
-        for batch in batches:
-            elastic.train(batch)
-        return elastic.master
-    if algorithm == "pipedream":
-        return pipedream(initial, make_optimizer, batches, num_stages)
-    if algorithm == "weight_stashing":
-        return weight_stashing(initial, make_optimizer, batches, stage_of)
-    return one_version(initial, make_optimizer, batches, stage_of, smoothing if algorithm == "spectrain" else None)
+        reference = ElasticReplicas(model, make_optimizer, n=known.pop("replicas", num_stages), **known)
+    elif algorithm in ("pipedream", "weight_stashing"):
+        stashed = [0] * len(stages) if algorithm == "pipedream" else stages
+        reference = Stashed(model, make_optimizer, stages=stashed, num_stages=num_stages)
+    else:
+        predicts = algorithm == "spectrain"
+        reference = OneVersion(model, make_optimizer, stages=stages, smoothing=smoothing if predicts else None)
+    for mini_batch in mini_batches:
+        reference.train(mini_batch)
+    return copies(reference.master)

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-def mean(values: Sequence[Tensor]) -> Tensor:
-    """The mean in the order of the workers."""
-    total = values[0].clone()
-    for value in values[1:]:
-        total += value
-    return total / len(values)
+from tests.references.pipe_sgd import mean
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

@@ -6,13 +6,26 @@ other by alpha, c by all x at once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
-from tests.references.ea_pipe import Batch, ElasticReplicas, MakeOptimizer, Weights, copied, gradient, step
+import torch
+from torch import Tensor, nn
+
+from tests.references.ea_pipe import Batch, ElasticReplicas, MakeOptimizer, Synchronous, copies
+
+
+@torch.no_grad()
+def attract(reference: nn.Module, pipelines: Sequence[nn.Module], force: float) -> None:
+    for c, *of_all in zip(reference.parameters(), *(one.parameters() for one in pipelines), strict=True):
+        differences = [x - c for x in of_all]
+        for x, difference in zip(of_all, differences, strict=True):
+            x.add_(difference, alpha=-force)
+        c.add_(sum(differences[1:], differences[0]) / len(of_all), alpha=len(of_all) * force)
 
 
 def side_by_side(
-    initial: Weights,
+    model: nn.Module,
     make_optimizer: MakeOptimizer,
     mini_batches: Sequence[Sequence[Batch]],
     *,
@@ -20,36 +33,22 @@ def side_by_side(
     average_period: int = 1,
     replicas: int = 0,
     elastic_force: float = 0.5,
-) -> Weights:
-    """The reference model. A pipeline is EA-Pipe with so many ``replicas``; 0: GPipe or 1F1B with two micro-batches."""
-    reference = copied(initial)
-    given = initial, make_optimizer
+) -> list[Tensor]:
+    """Returns the weights of the reference model.
+
+    A pipeline is EA-Pipe with so many ``replicas``; 0: GPipe or 1F1B with two micro-batches.
+    """
+    reference = copy.deepcopy(model)
     pipelines = [
-        ElasticReplicas(*given, replicas, elastic_force) if replicas else TwoMicroBatches(*given)
+        ElasticReplicas(model, make_optimizer, n=replicas, elastic_force=elastic_force)
+        if replicas
+        else Synchronous(model, make_optimizer)
         for _ in mini_batches[0]
     ]
     for t, of_pipelines in enumerate(mini_batches, 1):
         for pipeline, batch in zip(pipelines, of_pipelines, strict=True):
-            pipeline.train(batch)
+            parts = list(zip(*(tensor.tensor_split(2) for tensor in batch), strict=True))
+            pipeline.train(batch if replicas else parts)
         if t % average_period == 0:
-            force = average_force
-            differences = [[x - c for x, c in zip(one.master, reference, strict=True)] for one in pipelines]
-            for one, difference in zip(pipelines, differences, strict=True):
-                for x, d in zip(one.master, difference, strict=True):
-                    x.add_(d, alpha=-force)
-            for c, of_all in zip(reference, zip(*differences, strict=True), strict=True):
-                mean = sum(of_all[1:], of_all[0]) / len(pipelines)
-                c.add_(mean, alpha=len(pipelines) * force)
-    return reference
-
-
-class TwoMicroBatches:
-    """The weights of GPipe or 1F1B."""
-
-    def __init__(self, initial: Weights, make_optimizer: MakeOptimizer) -> None:
-        self.master = copied(initial)
-        self.optimizer = make_optimizer(self.master)
-
-    def train(self, batch: Batch) -> None:
-        parts = list(zip(*(tensor.tensor_split(2) for tensor in batch), strict=True))
-        step(self.optimizer, self.master, gradient(self.master, self.master, parts))
+            attract(reference, [pipeline.master for pipeline in pipelines], average_force)
+    return copies(reference)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipesync import DeAR, LocalSGD, PipeSGD, SelSync
 from lightning_pipesync.core.rng import rng_states, set_rng_states
-from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.streams.device import cuda
 from tests.streams.streams import own_device
@@ -88,31 +86,6 @@ def test_the_random_state_is_that_of_the_device_of_the_training(monkeypatch: pyt
     assert torch.equal(states[SECOND], torch.ones(3))
     set_rng_states(saved, torch.device("cpu"))  # a training that goes on without its device
     assert list(states) == [SECOND]
-
-
-class Stream:
-    """A stream that knows which others it waits for."""
-
-    device = SECOND
-
-    def __init__(self) -> None:
-        self.waits_for: set[Stream] = {self}
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waits_for.add(other)
-
-
-def test_a_bucket_is_packed_after_the_gradients_of_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = [Stream(), Stream(), Stream()]
-    parameters: Any = [SimpleNamespace(is_cuda=True, device=SECOND) for _ in streams]
-    packed_after: list[set[Stream]] = []
-    bucket = SimpleNamespace(num_gradients=3, reduce=lambda *_: packed_after.append(current.waits_for))
-    fused: Any = SimpleNamespace(buckets=[bucket], index_of={id(parameter): 0 for parameter in parameters})
-    pipe = BackPipe(fused, queue=Any, policy=BackPipePolicy())  # type: ignore[arg-type]
-    for current, parameter in zip(streams, parameters, strict=True):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, current=current: current)
-        pipe._gradient_is_ready(parameter)
-    assert packed_after == [set(streams)]
 
 
 def warnings_of_attaching(backend: str) -> list[str]:

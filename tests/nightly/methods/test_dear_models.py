@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +17,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync.methods.dear import DeAR, eager
-from tests.quick.methods.test_dear import Schedule, every_bucket_at_once, in_pieces, late_and_in_reverse
+from tests.quick.methods.test_dear import (
+    Schedule,
+    every_bucket_at_once,
+    in_pieces,
+    late_and_in_reverse,
+    train_eagerly,
+)
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_raised, assert_refused, raised
 from tests.support.method_runs import SMALL, Backwards
@@ -162,14 +169,6 @@ def clipped(model: nn.Module, sync: Any) -> None:
         sync.step()
 
 
-def thawing(model: nn.Module, sync: Any) -> None:
-    for step in range(STEPS):
-        model.get_submodule("first").requires_grad_(step >= 4)
-        model.zero_grad()
-        backward(model, step)
-        sync.step()
-
-
 def in_turns(model: nn.Module, sync: Any, apart: bool = False) -> None:
     """As in a GAN: the generator's loss also gives the discriminator gradients, which are thrown away, or not made."""
     for step in range(STEPS):
@@ -213,7 +212,6 @@ CASES: dict[str, Case] = {
     "two passes": (Backwards, adamw, partial(in_two_passes, synchronized=True)),
     "two passes, ranks that use other layers": (Twice, adamw, partial(in_two_passes, synchronized=True)),
     "clipping": (Backwards, adamw, clipped),
-    "thawing": (Backwards, adamw, thawing),
     "two optimizers in turns": (gan, for_each_part, in_turns),
     "skipped steps": (Twice, sgd, skipping),
 }
@@ -268,6 +266,28 @@ def test_any_schedule_is_training_with_averaged_gradients() -> None:
     replicated = {"update": "replicated", "fusion": "none"}
     variants = {one.__name__: {"settings": replicated, "schedule": one} for one in SCHEDULES}
     assert_averaged(list(EAGER), variants, least_early=3)
+
+
+#: By number of ranks and topology: the schedules that are compared with that of the paper.
+ON_MORE: dict[tuple[int, str], tuple[Schedule, ...]] = {
+    (3, "flat"): (every_bucket_at_once, in_pieces),
+    (3, "tree"): (every_bucket_at_once, in_pieces),
+    (4, "torus2d"): (every_bucket_at_once,),
+}
+
+
+@pytest.mark.parametrize(("world_size", "topology"), ON_MORE)
+def test_any_schedule_is_that_of_the_paper(world_size: int, topology: str) -> None:
+    schedules = ON_MORE[world_size, topology]
+    cases: dict[Any, Any] = {one: partial(train_eagerly, one, topology=topology) for one in schedules}
+    cases["paper"] = partial(train_eagerly, every_bucket_at_once, topology=topology, overlap="forward")
+    outcomes = launch_cases(cases, world_size)
+    expected, early = outcomes["paper"][0]
+    assert early == 0
+    for schedule in schedules:
+        for weights, early in outcomes[schedule]:
+            assert early > 0
+            assert_same(weights, expected, schedule)
 
 
 # --- what is given up, or refused -------------------------------------------------------------------------------------

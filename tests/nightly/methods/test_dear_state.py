@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import time
 from copy import deepcopy
@@ -106,26 +105,6 @@ def flushed_after_a_backward_pass(settings: dict[str, Any]) -> States:
     return train(False), train(True)
 
 
-def loaded_in_between() -> States:
-    """Goes back to an earlier state of weights and optimizer, twice."""
-    run = Run(DeAR, "adamw", backwards(), **SMALL)
-    ends = []
-    run.steps(range(2))
-    run.sync.flush()
-    weights, kept = state(run.model), run.sync.optimizer_state_dict()
-    for _ in range(2):
-        run.steps(range(2, 5))
-        run.sync.flush()
-        ends.append(state(run.model))
-        run.model.load_state_dict(weights)
-        run.optimizer.load_state_dict(kept)
-    copied = deepcopy(run.model)
-    assert copied(torch.ones(1, 6)).shape == (1, 3)
-    torch.save(run.model, io.BytesIO())
-    run.sync.detach()
-    return ends[0], ends[1]
-
-
 def loaded_under_a_gather(update: str) -> States:
     """Loads weights while those of the last step are being gathered, slowly."""
     run, expected = Run(DeAR, sgd, **SMALL, update=update), state(seeded_mlp(seed=7))
@@ -153,7 +132,6 @@ PAIRS: dict[str, partial[States]] = {
         f"flushes {settings}": partial(flushed_after_a_backward_pass, settings)
         for settings in ({}, {"update": "replicated", "bucket_mb": 1}, {"low_rank": 1})
     },
-    "goes back": partial(loaded_in_between),
     **{f"loads under a gather, {update}": partial(loaded_under_a_gather, update) for update in UPDATES},
 }
 

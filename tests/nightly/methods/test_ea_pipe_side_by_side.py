@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync import EAPipe
-from tests.references.ea_pipe import Weights, reference_of
+from tests.references.ea_pipe import reference_of
 from tests.references.side_by_side import side_by_side
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.ea_pipe_runs import ASYNCHRONOUS, CUTS, OPTIMIZERS, assert_equal, engine_on, layers, train_on
@@ -77,8 +77,7 @@ def test_a_mini_batch_of_all_pipelines(case: str) -> None:
     optimizer, settings = EXACT[case]
     known = {name: value for name, value in settings.items() if name != "neighbors"}
     mini_batches = [[batch(t, pipeline) for pipeline in range(PIPELINES)] for t in range(STEPS)]
-    initial = [p.detach() for p in layers().parameters()]
-    expected = reference_of(known, initial, OPTIMIZERS[optimizer], mini_batches, STAGE_OF, 0.0)
+    expected = reference_of(known, layers(), OPTIMIZERS[optimizer], mini_batches, STAGE_OF, 0.0)
     for weights in trained()[case]:
         assert_equal(weights, expected)
 
@@ -92,8 +91,7 @@ def test_a_reference_attracts_the_pipelines(case: str) -> None:
     if settings.get("algorithm", "ea_pipe") == "ea_pipe":
         known = {"replicas": STAGES, **known}
     mini_batches = [[batch(t, pipeline) for pipeline in range(PIPELINES)] for t in range(STEPS)]
-    initial: Weights = [p.detach() for p in layers().parameters()]
-    expected = side_by_side(initial, OPTIMIZERS[optimizer], mini_batches, **known)
+    expected = side_by_side(layers(), OPTIMIZERS[optimizer], mini_batches, **known)
     for weights in trained()["elastic", case]:
         assert_equal(weights, expected)
 

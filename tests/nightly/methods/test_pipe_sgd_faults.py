@@ -2,91 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import SGD
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_raised, launch, on_ranks, raised
 from tests.support.models import Run, assert_same, batch, loss, seeded_mlp, state
-
-
-def scale_by_hand() -> tuple[tuple[str, str] | None, ...]:
-    """A loss scaler that looks at this rank's own gradient, which overflows on one rank in the fourth step."""
-    run = Run(PipeSGD, timeout_s=5)
-    scaler = GradScaler("cpu", init_scale=2.0**8)
-
-    def train_on() -> None:
-        for step in range(12):
-            run.optimizer.zero_grad()
-            scaler.scale(loss(run.model, step, dist.get_rank())).backward()
-            if step == 3 and dist.get_rank() == 1:
-                run.model[0].weight.grad[0, 0] = torch.inf
-            scaler.unscale_(run.optimizer)
-            run.sync.clip(1.0)
-            run.sync.step(lambda: scaler.step(run.optimizer))
-            scaler.update()
-
-    outcomes = raised(train_on), raised(run.sync.step)
-    run.sync.detach(timeout_s=0)
-    return outcomes
-
-
-def test_one_ranks_own_decision_to_skip_is_refused() -> None:
-    (other, _), (outcome, next_step) = on_ranks(scale_by_hand, 2)
-    assert_raised(outcome, "RuntimeError", "sync.reduce(scaler=scaler)")
-    assert_raised(next_step, "RuntimeError", "An earlier step ended with an error")
-    assert_raised(other, "RuntimeError", "rank 1")
-
-
-def clip_own(run: Run) -> None:
-    nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
-
-
-def replace_own(run: Run) -> None:
-    run.model[0].weight.grad = torch.zeros_like(run.model[0].weight)
-
-
-def add_to_own(run: Run) -> None:
-    with run.sync.no_sync():
-        loss(run.model, 5, dist.get_rank()).backward()
-
-
-def read_own(run: Run) -> None:
-    assert all(parameter.grad.norm() > 0 for parameter in run.model.parameters())
-
-
-def write_after_backward(write: Callable[[Run], None], level: int) -> tuple[str, str] | None:
-    run = Run(PipeSGD, pipeline_level=level)
-    run.steps(range(3))
-    run.backward(3)
-    write(run)
-    error = raised(run.sync.step)
-    run.sync.detach()
-    return error
-
-
-def test_what_is_written_to_a_gradient_that_was_sent_is_refused() -> None:
-    """Level 2 sends it in the backward pass, level 1 with the step."""
-    cases = {
-        (write, level): partial(write_after_backward, write, level)
-        for write in (clip_own, replace_own, add_to_own, read_own)
-        for level in (1, 2)
-    }
-    outcomes = launch_cases(cases, 2)
-    for write, level in cases:
-        for error in outcomes[write, level]:
-            if level == 2 and write is not read_own:
-                assert_raised(error, "RuntimeError", "was written to", "or use pipeline_level=1")
-            else:
-                assert error is None
 
 
 def flush_after_different_segments() -> dict[str, Tensor]:

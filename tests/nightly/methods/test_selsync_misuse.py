@@ -121,18 +121,6 @@ def measure_twice(within: bool) -> tuple[tuple[str, str] | None, bool]:
 # --- what would part the ranks ----------------------------------------------------------------------------------------
 
 
-def step_directly() -> tuple[str, str] | None:
-    run = begin(delta=0.3)
-    run.step(0)
-    before = state(run.model)
-    loss(run.model, 1, dist.get_rank()).backward()
-    outcome = raised(run.optimizer.step)
-    assert_same(state(run.model), before)
-    run.sync.detach()
-    run.optimizer.step()  # it is the user's again
-    return outcome
-
-
 def start_sparse() -> tuple[str, str] | None:
     """None waits for the one that has raised."""
     model = nn.Sequential(nn.Embedding(4, 4, sparse=dist.get_rank() == 1), nn.Linear(4, 2))
@@ -185,7 +173,6 @@ def test_misuse_is_named() -> None:
         {
             "within": partial(measure_twice, True),
             "between": partial(measure_twice, False),
-            "directly": step_directly,
             "sparse": start_sparse,
             "frozen": start_frozen,
             "set": partial(set_delta, FAR),
@@ -199,7 +186,6 @@ def test_misuse_is_named() -> None:
     for rank in range(2):
         assert_raised(outcomes["within"][rank][0], "RuntimeError", "evaluate a closure only once")
         assert outcomes["between"][rank] == (None, True), "the measurement of the gradient that was added to is undone"
-        assert_raised(outcomes["directly"][rank], "RuntimeError", "SGD.step() was called directly")
         assert_raised(outcomes["sparse"][rank], "ValueError", "sparse=True", *(["Rank 1 "] if rank == 0 else []))
         assert_raised(outcomes["frozen"][rank], "ValueError", "nothing to train")
         assert outcomes["set"][rank] == (None, [0.0, FAR, 5.0], 4), "resumed, unless the setting is another"

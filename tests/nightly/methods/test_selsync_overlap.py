@@ -98,15 +98,6 @@ def test_overlap_changes_no_bit() -> None:
                     assert_same(one, first, (model, case, i))
 
 
-def load_at_once() -> dict[str, Tensor]:
-    run = Run(SelSync, delta=0.0, bucket_mb=1e-4, overlap="forward")
-    run.step(0)
-    run.model.load_state_dict(seeded_mlp(seed=7).state_dict())
-    run.sync.synchronize()
-    run.sync.detach()
-    return state(run.model)
-
-
 def follow() -> list[tuple[Tensor, Tensor]]:
     """Returns after each step the last layer's weight, as whoever averages the weights would read it, and later."""
     run = Run(SelSync, delta=0.0, bucket_mb=1e-4, overlap="forward")
@@ -121,12 +112,8 @@ def follow() -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def test_who_waits_for_an_average() -> None:
-    """Whoever loads weights, or follows them, for all."""
-    outcomes = launch_cases({"loaded": load_at_once, "followed": follow}, 2)
-    for loaded in outcomes["loaded"]:
-        assert_same(loaded, seeded_mlp(seed=7).state_dict())
-    for found in outcomes["followed"]:
+def test_who_follows_weights_waits_for_their_average() -> None:
+    for found in on_ranks(follow, 2):
         assert all(torch.equal(at_once, later) for at_once, later in found)
 
 

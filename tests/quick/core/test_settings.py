@@ -36,6 +36,52 @@ def test_any_value_is_taken_or_refused_by_name(method: str) -> None:
                 assert field.name in outcome[1], (value, outcome)
 
 
+#: By method: settings, and for each values out of its range.
+OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
+    "dear": {
+        **{"update": ["half"], "fusion": ["some"], "edge_mb": [30], "search_mb": [(10, 5)], "trial_steps": [2]},
+        **{"max_trials": [0], "num_layers": [0], "low_rank": [0]},
+    },
+    "pipe_sgd": {
+        **{"staleness": [1.5, -1], "segments": [0], "warmup_steps": [-1], "pipeline_level": [3]},
+        **{"delay_compensation": ["some"], "distance_constant": [0]},
+    },
+    "selsync": {
+        **{"delta": [-0.1, "often"], "lssr": [1.0], "window": [0], "smoothing": [0.0], "outer_lr": [0.0]},
+        "outer_momentum": [1.0],
+    },
+    "local_sgd": {
+        **{"period": [0, 2.5, "often"], "participation": [0.0], "fragments": [0], "lighthouse": ["host0"]},
+        **{"outer_optimizer": ["lamb"], "elastic_force": [1.5], "mixing_factor": [2.0, "half"]},
+        **{"lr_scale": [0.0, "large"], "ranks_per_replica": [0], "neighbors": ["torus"]},
+    },
+    "parameter_server": {
+        **{"policy": ["bsp"], "k": [0], "staleness_bound": [-1], "staleness_lr": ["half"], "partition": ["seldp"]},
+        "delay_compensation": ["half"],
+    },
+    "ea_pipe": {
+        **{"elastic_force": [0.0, 1.0], "period": [0], "replicas": [0], "algorithm": ["zero-bubble"]},
+        **{"compression": ["int8"], "split": ["evenly", (3, 2), (2.5,), ("a", 2.5)], "clip_norm": [-1.0]},
+        **{"prediction_smoothing": [1.0], "num_pipelines": [0], "average": ["weights"], "average_period": [0]},
+        **{"average_force": [1.0], "neighbors": ["hosts"]},
+    },
+}
+#: Settings that several methods have.
+SHARED = {"timeout_s": 0, "bucket_mb": 0, "compression": "zip", "topology": "ring"}
+
+
+@pytest.mark.parametrize("method", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_with_its_value(method: str) -> None:
+    config_type = METHODS[method].config_type
+    shared = {name: [value] for name, value in SHARED.items() if name in config_type.__dataclass_fields__}
+    for name, values in [*OUT_OF_RANGE[method].items(), *shared.items()]:
+        for value in values:
+            kind, text = raised(lambda given={name: value}: config_type(**given)) or ("", "")
+            assert kind == "ValueError", (name, value)
+            assert name in text, (name, value, text)
+            assert repr(value) in text, (name, value, text)
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [

@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from collections import Counter, namedtuple
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.torch_private import tree_flatten
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
 from tests.references.training_data import inject
+from tests.support.thread_ranks import ThreadRank, on_threads
 
 
-class GlooRank:
-    """A rank of a Gloo group whose ranks are threads of this process; it logs what it sends and receives."""
+class Rank:
+    """A rank of a group whose ranks are threads of this process; it logs what it sends and receives."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.log = rank, world_size, []
-        self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=60)) if store else None
+    def __init__(self, rank: int, world_size: int, group: Any = None) -> None:
+        self.rank, self.world_size, self.group, self.log = rank, world_size, group, []
 
     def send(self, tensor: Tensor, dst: int) -> Any:
         self.log.append(("send", dst))
@@ -35,27 +32,16 @@ class GlooRank:
         return self.group.recv([tensor], src, 0)
 
 
-def on_all_ranks(function: Callable[[int], Any], world_size: int) -> list[Any]:
-    """Calls function(rank) in a thread a rank, and returns what each returned, or the ValueError that it raised."""
+def on_all_ranks(function: Callable[[Rank], Any], world_size: int) -> list[Any]:
+    """Calls ``function`` on each rank; returns what each has returned, or the ValueError that it raised."""
 
-    def outcome(rank: int) -> Any:
+    def outcome(thread: ThreadRank) -> Any:
         try:
-            return function(rank)
+            return function(Rank(thread.rank, world_size, thread.group(range(world_size))))
         except ValueError as error:
             return error
 
-    with ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(outcome, range(world_size)))
-
-
-def ranks_of(world_size: int) -> list[Any]:
-    store = dist.HashStore()
-    return on_all_ranks(lambda rank: GlooRank(store, rank, world_size), world_size)
-
-
-def alone(world_size: int = 2) -> Any:
-    """Rank 0 without a connection to others."""
-    return GlooRank(None, 0, world_size)
+    return on_threads(outcome, world_size)
 
 
 Sample = namedtuple("Sample", ["ids", "mask"])
@@ -81,41 +67,40 @@ def make_batch(ids: Tensor) -> Any:
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.75, 0.75), (1, 1), (0.25, 0.01)])
 def test_matches_the_simulation(world_size: int, alpha: float, beta: float) -> None:
     """Also resumed; a rank's own batch stays as it was. In a round all receives are posted before the first send."""
-    ranks = ranks_of(world_size)
     num_steps, resumed_at = 6, 3
 
-    def train(rank: int) -> list[Any]:
-        results, injection = [], DataInjection(alpha, beta, ranks[rank], seed=0)
+    def train(rank: Rank) -> tuple[list[Any], list[tuple[str, int]]]:
+        results, injection = [], DataInjection(alpha, beta, rank, seed=0)
         for step in range(num_steps):
             if step == resumed_at:
                 saved = injection.state_dict()
                 assert saved == {"step": step}
-                injection = DataInjection(alpha, beta, ranks[rank], seed=0)
+                injection = DataInjection(alpha, beta, rank, seed=0)
                 injection.load_state_dict(saved)
-            batch = make_batch(make_ids(rank, step))
+            batch = make_batch(make_ids(rank.rank, step))
             results.append(injection(batch))
-            assert torch.equal(batch["sample"].ids, make_ids(rank, step))
-        return results
+            assert torch.equal(batch["sample"].ids, make_ids(rank.rank, step))
+        return results, rank.log
 
-    results = on_all_ranks(train, world_size)
+    outcomes = on_all_ranks(train, world_size)
     for step in range(num_steps):
         expected = inject([make_ids(rank, step).tolist() for rank in range(world_size)], alpha, beta, step)
         for rank in range(world_size):
-            leaves, spec = tree_flatten(results[rank][step])
+            leaves, spec = tree_flatten(outcomes[rank][0][step])
             expected_leaves, expected_spec = tree_flatten(make_batch(torch.tensor(expected[rank])))
             assert spec == expected_spec
             for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
                 assert (leaf.dtype, leaf.shape) == (expected_leaf.dtype, expected_leaf.shape)
                 assert torch.equal(leaf, expected_leaf)
     if alpha == 1:
-        for rank in ranks:  # a header and a payload for each pair
-            others = [other for other in range(world_size) if other != rank.rank]
-            assert rank.log == [(act, other) for act in ("recv", "send") for other in others] * 2 * num_steps
+        for rank, (_, log) in enumerate(outcomes):  # a header and a payload for each pair
+            others = [other for other in range(world_size) if other != rank]
+            assert log == [(act, other) for act in ("recv", "send") for other in others] * 2 * num_steps
 
 
 @pytest.mark.parametrize(("alpha", "beta", "world_size"), [(0, 1, 2), (1, 0, 2), (0.0, 0.5, 2), (0.5, 0.5, 1)])
 def test_nothing_to_share_is_no_traffic(alpha: float, beta: float, world_size: int) -> None:
-    transport, batch = alone(world_size), {"x": torch.ones(3), "y": torch.arange(3)}
+    transport, batch = Rank(0, world_size), {"x": torch.ones(3), "y": torch.arange(3)}
     shared = DataInjection(alpha, beta, transport)(batch)
     assert all(torch.equal(shared[name], batch[name]) for name in batch)
     assert transport.log == []
@@ -125,7 +110,7 @@ def test_nothing_to_share_is_no_traffic(alpha: float, beta: float, world_size: i
 def test_sharing_ranks(world_size: int, alpha: float, expected: int) -> None:
     """Every rank is drawn about as often as any other: within 5 standard deviations of a binomial."""
     num_steps, times = 400, Counter()
-    first, other_seed = (DataInjection(alpha, 0.5, alone(world_size), seed=seed) for seed in (3, 4))
+    first, other_seed = (DataInjection(alpha, 0.5, Rank(0, world_size), seed=seed) for seed in (3, 4))
     drawn = [first.sharing_ranks(step) for step in range(num_steps)]
     for ranks in drawn:
         assert len(ranks) == len(set(ranks)) == expected
@@ -149,9 +134,8 @@ def test_sharing_ranks(world_size: int, alpha: float, expected: int) -> None:
     ids=["shape", "dtype", "missing leaf", "order of keys", "container"],
 )
 def test_mismatch_raises_on_every_rank_that_meets_it(odd: Any, told: str) -> None:
-    ranks = ranks_of(3)
     usual = {"x": torch.ones(4, 2), "y": torch.arange(4)}
-    outcomes = on_all_ranks(lambda rank: DataInjection(1, 0.5, ranks[rank])(odd if rank == 1 else usual), 3)
+    outcomes = on_all_ranks(lambda rank: DataInjection(1, 0.5, rank)(odd if rank.rank == 1 else usual), 3)
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, ValueError)
         assert f"rank {0 if rank == 1 else 1} has" in str(outcome)
@@ -171,7 +155,7 @@ def test_mismatch_raises_on_every_rank_that_meets_it(odd: Any, told: str) -> Non
     ],
 )
 def test_bad_batch_raises_before_any_traffic(batch: Any, error: type[Exception], told: str) -> None:
-    transport = alone()
+    transport = Rank(0, 2)
     with pytest.raises(error, match=told):
         DataInjection(0.5, 0.5, transport)(batch)
     assert transport.log == []
@@ -182,7 +166,7 @@ def test_bad_batch_raises_before_any_traffic(batch: Any, error: type[Exception],
 def test_fractions_are_validated(name: str, value: float) -> None:
     settings: dict[str, Any] = {"alpha": 0.5, "beta": 0.5, name: value}
     with pytest.raises(ValueError, match=f"{name}={value}"):
-        DataInjection(**settings, transport=alone())
+        DataInjection(**settings, transport=Rank(0, 2))
     with pytest.raises(ValueError, match=f"{name}={value}"):
         adjusted_batch_size(32, **settings, world_size=2)
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
+from tests.support.harness import assert_raised, assert_refused, raised
 from tests.support.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -146,6 +146,21 @@ def detach_in_training(name: str) -> tuple[list[str], list[str]]:
     return attached, hooks_on(run)
 
 
+def step_directly(name: str) -> Outcome:
+    """Returns what a step of the optimizer itself raises, which changes nothing; afterwards it is the user's again."""
+    method, settings = METHODS[name]
+    run = Run(method, **settings)
+    run.step(0)
+    run.sync.synchronize()
+    before = state(run.model)
+    run.backward(1)
+    outcome = raised(run.optimizer.step)
+    assert_same(state(run.model), before)
+    run.sync.detach()
+    run.optimizer.step()
+    return outcome
+
+
 #: What is loaded, before which step, and what is said to differ: at the first step, or at the next flush.
 LOADED: list[tuple[str, int, str | None]] = [
     ("the same", 0, None),
@@ -163,6 +178,7 @@ def outcomes() -> Outcomes:
     cases: dict[Any, Any] = {name: partial(attach_differently, name) for name in METHODS}
     cases |= {(name, "own weights"): partial(attach_own_weights, name) for name in METHODS}
     cases |= {(name, "detached"): partial(detach_in_training, name) for name in METHODS}
+    cases |= {(name, "directly"): partial(step_directly, name) for name in METHODS}
     cases |= {(name, what, at): partial(load, name, what, at) for name in SAME_WEIGHTS for what, at, _ in LOADED}
     return launch_cases(cases, 2)
 
@@ -189,6 +205,12 @@ def test_what_ranks_load_differently_is_noticed(what: str, at: int, differs: str
             else:
                 assert_refused({f"The ranks differ in {differs}": outcome})
                 assert "Load the same on all ranks" in outcome[1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_without_the_method_is_refused(name: str, outcomes: Outcomes) -> None:
+    for outcome in outcomes[name, "directly"]:
+        assert_raised(outcome, "RuntimeError", "SGD.step() was called directly")
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -19,7 +19,7 @@ from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.replicas.fragments import divide_layers
 from lightning_pipesync.methods.replicas.neighbors import Neighbors, contraction, mixing_matrix
 from lightning_pipesync.methods.replicas.step_size import StepSize, measured_noise, scale_of
-from lightning_pipesync.methods.replicas.unit import number_of_participants, participants
+from lightning_pipesync.methods.replicas.unit import number_of_participants
 from tests.references.local_sgd import is_due, members
 
 # --- when -------------------------------------------------------------------------------------------------------------
@@ -72,14 +72,6 @@ def test_fragments_have_about_the_same_size(sizes: list[int], fragments: int, ex
 
 
 # --- among whom -------------------------------------------------------------------------------------------------------
-
-
-def test_participants_and_pairs_are_drawn_anew_in_each_round() -> None:
-    drawn = [tuple(participants(2, 5, round_)) for round_ in range(200)]
-    assert drawn == [tuple(members("all", 2, 5, round_)[0]) for round_ in range(200)]
-    pairs = {tuple(pair) for round_ in range(200) for pair in members("random_pairs", None, 5, round_)}
-    assert len(set(drawn)) == 10, "every pair"
-    assert len(pairs) == 10 + 5, "and each is left out"
 
 
 @pytest.mark.parametrize(

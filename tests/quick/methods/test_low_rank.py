@@ -209,7 +209,6 @@ BOTH = {"low_rank": 4, "compression": "int8"}
 @pytest.mark.parametrize(
     ("method", "settings", "words"),
     [
-        ("dear", {"low_rank": 0}, ["low_rank must be an integer of at least 1, got 0"]),
         ("dear", {"low_rank": 4, "low_rank_method": "svd"}, ["low_rank_method", "'svd'", "acp_sgd"]),
         ("dear", {"low_rank": 4, "update": "sharded"}, ["low_rank=4", "update='sharded'", "update='replicated'"]),
         ("selsync", {"low_rank": 4}, ["low_rank=4", "aggregation='parameters'", "aggregation='gradients'"]),
