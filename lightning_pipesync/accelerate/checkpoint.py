@@ -98,7 +98,7 @@ def read_rank_states(
     section = {"strategy": method, **layout}
     if saved is not None:
         section |= {"ranks": {rank: saved["states"]}, "digests": {rank: saved["digest"]}}
-    state: Any = state_of_rank(section, name, transport, config, removable=f"{_file('', 0).name} and its like")
+    state: Any = state_of_rank(section, name, transport, config, removable=f"{path.name} and its like")
     if saved is None or state is None:
         return RankStates()
     if num_states != num_methods:
@@ -130,7 +130,7 @@ def _read(path: Path, rank: int) -> dict[str, Any] | None:
     except Exception as error:  # those of zipfile, pickle and torch
         raise ValueError(
             f"The state of rank {rank} in {path} is damaged ({type(error).__name__}: {error}). Resume from another "
-            f"checkpoint, or remove {_file('', 0).name} and its like to resume from the weights and optimizers alone."
+            f"checkpoint, or remove {path.name} and its like to resume from the weights and optimizers alone."
         ) from error
     return saved
 
