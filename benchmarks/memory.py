@@ -19,7 +19,6 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidates import HSDP, MakeCandidate
 from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, model_names
-from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.lab.bench.tables import table_of
 from lightning_pipesync.lab.plan.model import device_mesh
@@ -111,16 +110,7 @@ class Memory(ReplicasBenchmark):
         return "\n".join(part for result in results for part in _part(result))
 
     def draw(self, results: list[dict[str, Any]]) -> None:
-        """Draws the peaks as bars."""
-        with picture(self.output / "memory.png", (7, 3.5 * len(results)), rows=len(results)) as panels:
-            for panel, result in zip(panels[:, 0], results, strict=True):
-                names, used = list(result["memory"]), list(result["memory"].values())
-                panel.barh(names, [peak / MIB for _, peak in used], color="#d8d8d8", label="peak")
-                panel.barh(names, [between / MIB for between, _ in used], height=0.4, label="between steps")
-                panel.axvline(result["memory"][HSDP][1] / MIB, color="gray", linewidth=0.8)
-                panel.invert_yaxis()
-                panel.set(xlabel="MiB of a rank")
-                panel.legend()
+        """There is no picture."""
 
 
 def _adamw(module: nn.Module) -> Optimizer:

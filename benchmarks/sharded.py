@@ -17,7 +17,6 @@ from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidates import HSDP, time_candidates
 from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, computation_seconds, model_names
-from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.step import gradient_bytes
 from lightning_pipesync.lab.bench.tables import table_of
 from lightning_pipesync.lab.bench.timing import median_and_quartiles
@@ -83,16 +82,7 @@ class Sharded(ReplicasBenchmark):
         return "\n".join(part for result in results for run in result["runs"] for part in _part(result, run))
 
     def draw(self, results: list[dict[str, Any]]) -> None:
-        with picture(self.output / "sharded.png", (5 * len(results), 4.5), columns=len(results)) as panels:
-            for panel, result in zip(panels[0], results, strict=True):
-                ratios = [run["ratio"] for run in result["runs"]]
-                by_run = [{row.name: row for row in _rows_of(run)} for run in result["runs"]]
-                for name, look in looks_of([name for name in by_run[0] if name not in (HSDP, ALONE)]).items():
-                    panel.plot(ratios, [rows[name].over_hsdp for rows in by_run], markersize=4, label=name, **look)
-                panel.plot(ratios, [rows[ALONE].over_hsdp for rows in by_run], "-.k", label=ALONE)
-                panel.axhline(1.0, color="gray", linewidth=0.8)
-                panel.set(xlabel="communication / computation", ylabel="times as fast as HSDP", xticks=ratios)
-                panel.legend()
+        """There is no picture."""
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,10 @@ class Stages(Benchmark):
     Attributes:
         hosts: Numbers of hosts, one stage each. Not used if a launcher has started this process.
         methods: What is compared: ea_pipe, pipedream, weight_stashing, naive, spectrain, gpipe or 1f1b, each with
-            settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16;
-            with num_pipelines=2 the same layers, one for each rank, are in half as many stages.
+            settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16.
         stage_ms: Computation of a stage for each mini-batch, in milliseconds; a third of it is the forward pass.
         activation_mib: MiB of the activations of a mini-batch between two stages, and of their gradients.
-        parameter_mib: MiB of the parameters of a layer, which pipelines side by side average.
-        steps: Mini-batches of one measurement, of each pipeline.
+        steps: Mini-batches of one measurement.
         rounds: Number of measurements of each candidate, in turns.
         output: Folder for stages.json, stages.md and stages.png, of the last number of hosts.
     """
@@ -53,7 +51,6 @@ class Stages(Benchmark):
     methods: tuple[str, ...] = ("ea_pipe", "pipedream", "gpipe", "1f1b")
     stage_ms: tuple[float, ...] = (100,)
     activation_mib: float = 0.25
-    parameter_mib: float = 0.001
     steps: int = 20
     rounds: int = 3
 
@@ -62,7 +59,7 @@ class Stages(Benchmark):
     def __post_init__(self) -> None:
         for method in self.methods:
             parse_candidate(method)
-        self._check_positive("activation_mib", "parameter_mib", "steps", "rounds")
+        self._check_positive("activation_mib", "steps", "rounds")
         self._check_all_positive("stage_ms", self.stage_ms, "numbers of ms")
         super().__post_init__()
 
@@ -84,10 +81,9 @@ class Stages(Benchmark):
 
     def _measure_run(self, stage_seconds: float, progress: Progress) -> dict[str, Any]:
         num_layers = dist.get_world_size()
-        part = dist.get_rank() + 1.0  # of the samples: pipelines side by side have their own
         width = max(1, round(self.activation_mib * MIB / 4 / BATCH_SIZE))
-        batch = torch.full((BATCH_SIZE, width), part), torch.zeros(1)
-        stages = {name: EmulatedStages(num_layers, stage_seconds, self.parameter_mib) for name in self.methods}
+        batch = torch.ones(BATCH_SIZE, width), torch.zeros(1)
+        stages = {name: EmulatedStages(num_layers, stage_seconds) for name in self.methods}
         engines = {
             name: EAPipe(stages[name], _loss, lambda ps: SGD(ps, lr=1e-3), parse_candidate(name))
             for name in self.methods
@@ -101,14 +97,12 @@ class Stages(Benchmark):
                 start, processor_start = time.perf_counter(), time.process_time()
                 for _ in range(self.steps):
                     engine.train_batch(batch)
-                num_mini_batches = self.steps * engine.data_part[1]
-                seconds[i, round_] = (time.perf_counter() - start) / num_mini_batches
-                processor[i, round_] = (time.process_time() - processor_start) / num_mini_batches
+                seconds[i, round_] = (time.perf_counter() - start) / self.steps
+                processor[i, round_] = (time.process_time() - processor_start) / self.steps
                 engine.flush()
                 dist.barrier()
                 progress(name)
-        alone = [name for name, engine in engines.items() if engine.config.num_pipelines == 1]
-        traces = {name: trace(engines[name], stages[name], batch) for name in alone}
+        traces = {name: trace(engine, stages[name], batch) for name, engine in engines.items()}
         for engine in engines.values():
             engine.detach()
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -117,7 +111,7 @@ class Stages(Benchmark):
         return {
             "stage_seconds": stage_seconds,
             "candidates": [
-                {"name": name, "seconds": wall, "processor_seconds": busy, "trace": traces.get(name)}
+                {"name": name, "seconds": wall, "processor_seconds": busy, "trace": traces[name]}
                 for name, wall, busy in zip(engines, seconds.tolist(), processor.tolist(), strict=True)
             ],
         }
@@ -126,13 +120,8 @@ class Stages(Benchmark):
         return "\n".join(_table(result, run) for result in results for run in result["runs"])
 
     def draw(self, results: list[dict[str, Any]]) -> None:
-        """Draws a panel per candidate with a row per stage, the first on top, and the numbers of mini-batches.
-
-        Pipelines side by side are left out.
-        """
-        candidates = [candidate for candidate in results[-1]["runs"][0]["candidates"] if candidate["trace"]]
-        if not candidates:
-            return
+        """Draws a panel per candidate with a row per stage, the first on top, and the numbers of mini-batches."""
+        candidates = results[-1]["runs"][0]["candidates"]
         num_stages, path = len(candidates[0]["trace"]), self.output / "stages.png"
         size = (11, 0.6 + (0.6 + 0.35 * num_stages) * len(candidates))
         colours = {kind: OF_PARTS[kind] for kind in ("forward", "backward")}
@@ -161,25 +150,24 @@ class EmulatedStages(nn.Sequential):
     Args:
         num_stages: the number of stages.
         stage_seconds: both passes of a mini-batch in a stage; a third of it is the forward pass.
-        parameter_mib: MiB of the parameters of a stage.
 
     Attributes:
         spans: the passes in this process, by ``time.perf_counter``.
     """
 
-    def __init__(self, num_stages: int, stage_seconds: float, parameter_mib: float) -> None:
+    def __init__(self, num_stages: int, stage_seconds: float) -> None:
         compute = EmulatedCompute(stage_seconds / 3, stage_seconds * 2 / 3)
         spans: list[Span] = []
-        super().__init__(*(EmulatedStage(compute, spans, round(parameter_mib * MIB / 4)) for _ in range(num_stages)))
+        super().__init__(*(EmulatedStage(compute, spans) for _ in range(num_stages)))
         self.spans = spans
 
 
 class EmulatedStage(nn.Module):
-    """The layer of one stage, with so many trainable weights."""
+    """The layer of one stage."""
 
-    def __init__(self, compute: EmulatedCompute, spans: list[Span], num_weights: int) -> None:
+    def __init__(self, compute: EmulatedCompute, spans: list[Span]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(num_weights))
+        self.weight = nn.Parameter(torch.ones(()))
         self.compute, self.spans = compute, spans
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +197,7 @@ class _Compute(torch.autograd.Function):
 
 def parse_candidate(text: str) -> EAPipeConfig:
     """Parses ``METHOD`` or ``METHOD:SETTING=VALUE,...``; ValueError if it is unknown or a value out of its range."""
-    fixed = {"algorithm": text.partition(":")[0], "split": "parameters"}
+    fixed = {"algorithm": text.partition(":")[0], "split": "parameters", "num_pipelines": 1}
     config: EAPipeConfig = parse_named(text, dict.fromkeys(ALGORITHMS, EAPipeConfig), fixed)
     return config
 

@@ -20,12 +20,12 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "memory": (
         "--model transformer --batch_size 1 --methods dear --steps 1 --hosts 4",
         "HSDP",
-        "memory",
+        "",
     ),
     "sharded": (
         "--model emulated-alexnet --scale 0.001 --ratio 1 --methods dear --steps 1 --rounds 1 --hosts 4",
         "HSDP",
-        "sharded",
+        "",
     ),
     "codecs": ("--mib 0.1 --rounds 1", "int8", ""),
     "collectives": ("--sizes_mib 0.01 0.1 --rounds 1", "ours: push + pull, central server", "collectives"),
