@@ -271,42 +271,6 @@ def test_own_gradients_may_be_left_out_of_checkpoints() -> None:
 # --- loss scaling -----------------------------------------------------------------------------------------------------
 
 
-def scale_losses() -> tuple[list[Tensor], list[float]]:
-    """With a loss scale that overflows on one rank only."""
-    run = Run(PipeSGD, lambda model: SGD(model.parameters(), lr=0.1))
-    scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-    weights, scales = [], []
-    for step in range(STEPS):
-        run.optimizer.zero_grad()
-        scaler.scale(loss(run.model, step, dist.get_rank())).backward()
-        if step == 4 and dist.get_rank() == 1:
-            run.model[0].weight.grad[0, 0] = torch.inf
-        run.sync.reduce(scaler=scaler)
-        run.sync.step(lambda: scaler.step(run.optimizer))
-        scaler.update()
-        weights.append(flat(run.model))
-        scales.append(scaler.get_scale())
-    run.sync.detach()
-    return weights, scales
-
-
-def test_loss_scaling() -> None:
-    """A gradient is unscaled by its own step's scale, and one that overflows on one rank is skipped by all."""
-    model = seeded_mlp()
-    reference = simulate(model, SGD(model.parameters(), lr=0.1), loss, world_size=2, num_steps=5)
-    outcomes = on_ranks(scale_losses, 2)
-    for weights, scales in outcomes:
-        assert scales == outcomes[0][1]
-        assert all(map(torch.equal, weights, outcomes[0][0]))
-        for one, other in zip(weights[:5], reference, strict=True):
-            torch.testing.assert_close(one, other)
-        assert torch.equal(weights[5], weights[4]), "the update that is due in the step after the overflow is skipped"
-        assert not torch.equal(weights[6], weights[5])
-        assert scales[2] == 2 * scales[0], "it grows in the meantime"
-        assert scales[5] == scales[4] / 2
-        assert all(torch.isfinite(one).all() for one in weights)
-
-
 def drain_with_a_scaler(completes: bool) -> dict[str, Tensor]:
     """A framework's hooks before an update call ``reduce`` with its scaler, also for gradients that are drained."""
     run = Run(PipeSGD, staleness=2, delay_compensation="none")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_pipesync import SelSync
-from tests.references.selsync import mean
 from tests.support.case_table import launch_cases
 from tests.support.models import Run, assert_same, loss, seeded_mlp, state
 
@@ -38,17 +37,6 @@ def local(steps: int = 3, **settings: Any) -> Run:
 
 
 # --- flush and resume -------------------------------------------------------------------------------------------------
-
-
-def step_while_flushed(aggregation: str) -> list[dict[str, Tensor]]:
-    run = local(aggregation=aggregation)
-    run.sync.flush()
-    states = [state(run.model)]
-    run.step(3)
-    states.append(state(run.model))
-    run.sync.resume()
-    states.append(state(run.model))
-    return [*states, run.end()]
 
 
 def write_while_flushed() -> list[dict[str, Tensor]]:
@@ -105,24 +93,12 @@ def flush_with_states_apart() -> list[dict[str, Tensor]]:
 
 def test_flushes_of_all_kinds() -> None:
     cases: dict[str, Callable[[], list[dict[str, Tensor]]]] = {
-        **{aggregation: partial(step_while_flushed, aggregation) for aggregation in AGGREGATIONS},
         "written to": write_while_flushed,
         "before the step": flush_before_the_step,
         "loaded": load_while_flushed,
         "states apart": flush_with_states_apart,
     }
     outcomes = launch_cases(cases, 2)
-    for aggregation, rank in product(AGGREGATIONS, range(2)):
-        flushed, stepped, resumed, last = outcomes[aggregation][rank]
-        model = seeded_mlp(batch_norm=True)  # a step without resume goes on from the average
-        model.load_state_dict(flushed)
-        loss(model, 3, rank).backward()
-        torch.optim.SGD(model.parameters(), lr=0.05).step()
-        assert_same(stepped, state(model))
-        assert_same(resumed, stepped, "there is nothing to go back to")
-        for name, value in stepped.items():
-            both = [of_rank[1][name] for of_rank in outcomes[aggregation]]
-            assert torch.equal(last[name], mean(both) if value.is_floating_point() else both[0])
     for own, resumed in outcomes["written to"]:
         assert resumed["0.bias"].unique().tolist() == [7.0]
         assert torch.equal(resumed["0.weight"], own["0.weight"])

@@ -1,10 +1,10 @@
-"""SelSync without communication: the change of Eq. 2, the threshold, and the outer step."""
+"""SelSync without communication: the change of Eq. 2, flags and decisions, the threshold, and the outer step."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +14,25 @@ from lightning_pipesync.methods.replicas.gradient_change import (
     FIRST_DELTA,
     GAIN,
     SMALLEST_DELTA,
+    SelectiveSync,
+    SyncDecision,
     Threshold,
 )
 from lightning_pipesync.methods.selsync import GradientChangeTracker, SelSyncConfig
+from tests.references.selsync import Decisions, relative_change
 from tests.support.models import OPTIMIZERS, seeded_mlp
 
 # --- the relative gradient change -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.02, 0.16, 1.0])
+@pytest.mark.parametrize("window", [1, 2, 25])
+def test_the_change_is_that_of_the_formula(window: int, smoothing: float) -> None:
+    draw = random.Random(0)
+    values = [draw.lognormvariate(0, 1) for _ in range(60)]
+    tracker = GradientChangeTracker(window, smoothing)
+    for i, value in enumerate(values, start=1):
+        assert tracker.update(value) == pytest.approx(relative_change(values[:i], window, smoothing))
 
 
 def test_the_change_by_hand() -> None:
@@ -38,6 +51,65 @@ def test_what_is_not_finite_calls_for_a_synchronized_step_and_is_ignored(value: 
         tracked.update(1.1)
     assert tracker.update(value) == math.inf
     assert tracker.update(1.2) == undisturbed.update(1.2)
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def make_ranks(number: int, **settings: Any) -> list[SelectiveSync]:
+    return [SelectiveSync(SelSyncConfig(window=3, smoothing=0.3, **settings), "SGD") for _ in range(number)]
+
+
+def step(ranks: list[SelectiveSync], squared_norms: Sequence[float]) -> list[SyncDecision]:
+    flags = [rank.measure(norm) for rank, norm in zip(ranks, squared_norms, strict=True)]
+    decisions = [rank.decide(flags) for rank in ranks]
+    for rank in ranks:
+        rank.finish_step()
+    return decisions
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.2, 0.5, math.inf, "auto"])
+def test_decisions_of_three_ranks_are_those_of_the_paper(delta: float | str) -> None:
+    """Lines 8 and 11 to 15; a skipped step was never measured."""
+    draw = random.Random(0)
+    ranks, paper = make_ranks(3, delta=delta), Decisions(3, delta, window=3, smoothing=0.3)
+    outcomes = []
+    for i in range(60):
+        norms = [draw.lognormvariate(0, 0.5) for _ in ranks]
+        if i % 3 == 1:
+            flags = [rank.measure(norm, skipping=i % 2 == 0) for rank, norm in zip(ranks, norms, strict=True)]
+            for rank in ranks:
+                if i % 2:
+                    rank.decide(flags)
+                rank.skip_step(flags)
+            paper.decide(norms)
+            paper.skip()
+            continue
+        threshold, expected = paper.delta, paper.decide(norms)
+        for decision, change in zip(step(ranks, norms), paper.changes, strict=True):
+            assert decision.relative_change == pytest.approx(change)
+            assert decision.delta == pytest.approx(threshold)
+            assert decision.synchronized == expected
+        outcomes.append(expected)
+    if delta in (0.2, 0.5, "auto"):
+        assert 1 < sum(outcomes) < 40, "the test must see both kinds of step"
+    else:
+        assert all(outcomes) == (delta == 0)
+
+
+def test_one_rank_decides_for_all() -> None:
+    """What any rank's flag says is in the decision of all; an undefined change does not update delta."""
+    ranks = make_ranks(2, delta="auto")
+    step(ranks, [1.0, 1.0])
+    delta = ranks[0].threshold.delta
+    flags = [ranks[0].measure(1.0), ranks[1].measure(math.nan, missing_gradient=True)]
+    for rank in ranks:
+        decision = rank.decide(flags)
+        assert (decision.synchronized, decision.missing_gradient) == (True, True)
+        assert (decision.not_finite, decision.undefined) == (True, True)
+        rank.finish_step()
+        assert rank.threshold.delta == delta
+    assert not any(decision.not_finite for decision in step(ranks, [1.0, 1.0]))
 
 
 # --- the threshold ----------------------------------------------------------------------------------------------------
