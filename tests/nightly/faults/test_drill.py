@@ -27,7 +27,7 @@ def test_faults_strike_and_are_judged(tmp_path: Path) -> None:
     killed, paused, flipped, lost = (f"{record['verdict']}: {record['why']}" for record in records)
     assert killed.startswith("ended: RuntimeError: Rank 1 (host ")
     assert records[0]["faults"][0]["proof"] == "exit status -9"
-    assert records[0]["resumed_from"] == "at-3"
+    assert records[0]["resumed_from"] == "at-4"
     assert paused == "survived: weights as an undisturbed run"
     assert "a message from it was damaged on its way to rank 0" in flipped
     assert lost == "survived: weights as in the simulation without job 1"
