@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
@@ -44,7 +45,7 @@ Settings = dict[str, Any]
 
 
 def rank_of_process() -> int:
-    return int(os.environ["RANK"])
+    return int(os.environ.get("RANK", "0"))
 
 
 class Loop(ABC):
@@ -138,7 +139,7 @@ class PlainLoop(Loop):
         else:
             self.attach = partial(method.plain, self.model, self.optimizers, **settings)
             self.sync = self.attach()
-        self.schedulers = [scheduler_of(optimizer) for optimizer in self.optimizers]
+        self.schedulers = [scheduler_of(optimizer, options) for optimizer in self.optimizers]
         self.scaler = scaler_of(options, enabled=options.precision == "16-mixed")
 
     def make_network(self, method: Method | None, seed: int) -> nn.Sequential:
@@ -165,6 +166,7 @@ class PlainLoop(Loop):
         else:
             self.sync.reduce(optimizer, self.scaler)
         self.clip(optimizer)
+        pass_by(self.options, "step", self)
         if self.sync is None:
             self.scaler.step(optimizer)
         else:
@@ -240,7 +242,7 @@ class FabricLoop(Loop):
         self.method = method
         self.model = self.make_network(replica_of_process(options))
         optimizers = optimizers_of(self.model, options)
-        self.schedulers = [scheduler_of(optimizer) for optimizer in optimizers]
+        self.schedulers = [scheduler_of(optimizer, options) for optimizer in optimizers]
         if options.several:  # one by one
             self.called = self.fabric.setup_module(self.model)
             self.optimizers = [self.fabric.setup_optimizers(optimizer) for optimizer in optimizers]
@@ -265,6 +267,7 @@ class FabricLoop(Loop):
             self.norms.append(float(norm))
         elif options.clip_value is not None:
             fabric.clip_gradients(self.called, optimizer, clip_val=options.clip_value)
+        pass_by(options, "step", self)
         optimizer.step()
         self.called.zero_grad()
         self.schedulers[turn].step()
@@ -298,13 +301,15 @@ class FabricLoop(Loop):
         return weights
 
 
-def accelerator_of(method: Method | None, settings: Settings, *, cpu: bool = True, **options: Any) -> Accelerator:
+def accelerator_of(method: Method | None, settings: Settings, options: Options, **given: Any) -> Accelerator:
     """Returns an Accelerator, whatever others there were in this process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
+    if options.timeout_s is not None:
+        given["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout_s))]
     if method is None:
-        return Accelerator(cpu=cpu, **options)
-    return PipeSyncAccelerator(PipeSyncPlugin(method.name, **settings), **options)
+        return Accelerator(cpu=options.device == "cpu", **given)
+    return PipeSyncAccelerator(PipeSyncPlugin(method.name, **settings), **given)
 
 
 class AccelerateLoop(Loop):
@@ -316,7 +321,7 @@ class AccelerateLoop(Loop):
         self.accelerator = accelerator_of(
             method,
             settings,
-            cpu=options.device == "cpu",
+            options,
             gradient_accumulation_steps=options.accumulate,
             mixed_precision=precision,
             **self.sharding(),
@@ -324,7 +329,7 @@ class AccelerateLoop(Loop):
         self.method = method
         self.model = network(options, replica_of_process(options))
         optimizers = optimizers_of(self.model, options)
-        self.schedulers = [scheduler_of(optimizer) for optimizer in optimizers]
+        self.schedulers = [scheduler_of(optimizer, options) for optimizer in optimizers]
         self.called, *self.optimizers = self.accelerator.prepare(self.model, *optimizers)
         self.accelerator.register_for_checkpointing(*self.schedulers)
 
@@ -345,6 +350,7 @@ class AccelerateLoop(Loop):
                 self.norms.append(float(accelerator.clip_grad_norm_(trained, options.clip_norm)))
             elif options.clip_value is not None:
                 accelerator.clip_grad_value_(trained, options.clip_value)
+            pass_by(options, "step", self)
             optimizer.step()
             self.called.zero_grad()
             self.schedulers[turn].step()

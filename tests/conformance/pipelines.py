@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.conformance.loops import AccelerateLoop, Loop, PlainLoop, Settings, accelerator_of, autocast, rank_of_process
 from tests.conformance.methods import Method
-from tests.conformance.training import OPTIMIZERS, Options, flat, loss_of, network
+from tests.conformance.training import OPTIMIZERS, Options, flat, loss_of, network, pass_by
 from tests.support.accelerate_runs import end as end_accelerator
 
 
@@ -24,6 +24,7 @@ class PipelineLoop(Loop):
         assert method is not None
         super().__init__(method, settings, options)
         self.model = network(options, seed=0 if self.virtual_stages else rank_of_process())
+        pass_by(options, "attach", self.model)
         self.engine = self.make(method, {**settings, "clip_norm": options.clip_norm})
 
     def make(self, method: Method, settings: Settings) -> Any:
@@ -39,6 +40,7 @@ class PipelineLoop(Loop):
         with autocast(self.options):
             self.engine.feed(lambda: x, loss, completes=(index + 1) % accumulate == 0)
         if self.engine.backward():
+            pass_by(self.options, "step", self)
             self.update()
 
     def update(self) -> None:
@@ -76,7 +78,7 @@ class AcceleratePipelineLoop(PipelineLoop):
     """A pipeline that Accelerate prepares."""
 
     def make(self, method: Method, settings: Settings) -> Any:
-        self.accelerator = accelerator_of(method, settings)
+        self.accelerator = accelerator_of(method, settings, self.options)
         return self.accelerator.prepare_pipeline(self.model, None, OPTIMIZERS[self.options.optimizer])
 
     def save(self, path: Path) -> None:

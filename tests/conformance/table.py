@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,8 @@ from tests.support.case_table import Outcomes, launch_cases
 
 #: Saved within an epoch, with random numbers to be drawn.
 RESUMED, SAVED_EVERY = Options("adamw", dropout=0.2), 3
+#: The same with a loss scale that has changed by then, where a framework saves it.
+SCALED = replace(RESUMED, precision="16-mixed", loss_scale=2.0**20)
 #: Loaded by another method: at the end of an epoch, from where DDP's Trainer, too, continues.
 EXCHANGED = Options("adamw")
 
@@ -92,7 +95,8 @@ def by_method(framework: str, name: str, tier: Tier) -> Outcomes:
         also_plainly = replays(framework, method, kind, CASES[case])
         cases[kind, case] = partial(train_twice, framework, method, settings, CASES[case], also_plainly)
     for index in [index for *of, index in resumed_rows(tier) if (*of,) == pair]:
-        run = partial(train, framework, method, method.typical[index], RESUMED)
+        scaled = framework in ("lightning", "fabric") and not method.pipeline
+        run = partial(train, framework, method, method.typical[index], SCALED if scaled else RESUMED)
         saved, again = (Checkpoint(directory / f"{name} {index}{which}", SAVED_EVERY) for which in ("", ", again"))
         if saving_is_compared(method, index):
             cases["never saved", index] = run
@@ -180,6 +184,7 @@ def assert_resumes(tier: Tier, framework: str, name: str, index: int) -> None:
     for whole, resumed in zip(wholes, outcomes["resumed", index], strict=True):
         assert len(whole.seen) == EPOCHS * BATCHES
         assert resumed.seen == whole.seen[SAVED_EVERY:]
+        assert resumed.scale == whole.scale
         assert_equal(resumed.weights, whole.weights)
         assert_equal(whole.weights, wholes[0].weights)
     if saving_is_compared(METHODS[name], index):

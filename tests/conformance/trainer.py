@@ -55,7 +55,7 @@ class Module(pl.LightningModule):
         optimizers = optimizers_of(self.model, self.options)
         if not self.scheduled:
             return optimizers
-        return optimizers, [{"scheduler": scheduler_of(one), "interval": "step"} for one in optimizers]
+        return optimizers, [{"scheduler": scheduler_of(one, self.options), "interval": "step"} for one in optimizers]
 
     def on_train_start(self) -> None:
         self.loaded = flat(self.model)
@@ -82,6 +82,9 @@ class Module(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return pass_by(self.options, "batch", self)
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass_by(self.options, "step", self)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         pass_by(self.options, "saving", self)
 
@@ -99,7 +102,7 @@ def fit(
     """Trains in a Trainer."""
     strategy = "ddp" if method is None else StrategyRegistry[method.name]["strategy"](**settings)
     arguments: dict[str, Any] = {
-        "limit_train_batches": BATCHES,
+        "limit_train_batches": options.batches,
         "accumulate_grad_batches": options.accumulate,
         "log_every_n_steps": BATCHES,
         "limit_val_batches": 0 if options.dropout or (method is not None and method.pipeline) else 1,
@@ -120,11 +123,11 @@ def fit(
             every_n_train_steps=save.at,
             save_top_k=-1,
             auto_insert_metric_name=False,
-            save_on_exception=True,  # which is no reason to wait for a rank that is lost
+            save_on_exception=save.after_error,  # which is no reason to wait for a rank that is lost
         )
         arguments |= {"callbacks": [saver], "enable_checkpointing": True}
     module = Module(options, scheduled=method is None or not method.pipeline)
-    torch.manual_seed(100 + int(os.environ["RANK"]) + (0 if resume is None else resume.at))
+    torch.manual_seed(100 + int(os.environ.get("RANK", "0")) + (0 if resume is None else resume.at))
     run = trainer(strategy, options.ranks, "/tmp", accelerator=options.device, max_epochs=EPOCHS, **arguments)
     loader = DataLoader(dataset(), BATCH_SIZE, shuffle=True)
     run.fit(module, loader, val_loader(), ckpt_path=None if resume is None else f"{resume.path}.ckpt")

@@ -49,6 +49,10 @@ class Options:
         device: type of the device that it is trained on.
         ranks: their number.
         ranks_per_replica: among which FSDP2 shards the network.
+        seed: of the network, to which the number of the replica is added.
+        batches: to which an epoch of a Trainer is limited.
+        decay: of the learning rate, every three steps.
+        timeout_s: of Accelerate's process group; None: its default.
         passes: called with the name of each place that the training passes, and with who trains there: a rank may be
             lost at any.
     """
@@ -66,6 +70,10 @@ class Options:
     device: str = "cpu"
     ranks: int = 2
     ranks_per_replica: int = 1
+    seed: int = 0
+    batches: float = BATCHES
+    decay: float = 0.7
+    timeout_s: float | None = None
     passes: Callable[[str, Any], Any] | None = None
 
 
@@ -76,10 +84,12 @@ class Checkpoint:
     Args:
         path: where it is.
         at: batches that were trained on before; a checkpoint is saved whenever so many more were.
+        after_error: whether a Trainer saves one after an error, too.
     """
 
     path: Path
     at: int
+    after_error: bool = True
 
     @property
     def first(self) -> Checkpoint:
@@ -109,8 +119,8 @@ class Result:
 
 
 def replica_of_process(options: Options) -> int:
-    """Returns the number of this process's replica: the seed of its network. That of replica 0 counts."""
-    return int(os.environ["RANK"]) // options.ranks_per_replica
+    """Returns the seed of the network of this process's replica. That of replica 0 counts."""
+    return options.seed + int(os.environ.get("RANK", "0")) // options.ranks_per_replica
 
 
 class Passing(nn.Tanh):
@@ -156,9 +166,9 @@ def optimizers_of(model: nn.Sequential, options: Options) -> list[Optimizer]:
     return optimizers
 
 
-def scheduler_of(optimizer: Optimizer) -> StepLR:
+def scheduler_of(optimizer: Optimizer, options: Options) -> StepLR:
     """Returns a schedule of learning rates that counts steps."""
-    return StepLR(optimizer, 3, 0.7)
+    return StepLR(optimizer, 3, options.decay)
 
 
 def loss_of(output: Tensor, y: Tensor) -> Tensor:

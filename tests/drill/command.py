@@ -32,12 +32,12 @@ class Drill:
         seed: Of the schedule.
         replay: Drill the training with this seed alone, as in the column seed of the table.
         methods: Whose trainings are struck; all if not given.
-        frameworks: plain, lightning, fabric and accelerate; all that are installed if not given.
+        frameworks: plain, lightning, fabric and accelerate; all if not given.
         kinds: Of faults, such as kill, freeze or pause; all if not given.
         subjects: ranks, of one job, and jobs, whose replicas come and go; both if not given and torchft is installed.
         timeout_s: Seconds after which a rank counts as lost, of the methods and of the default process group.
         jobs: Trainings at a time; half as many as there are processors if not given.
-        out: Folder for drill.json, drill.md, drill.png, and a record of each training.
+        out: Folder for drill.json, drill.md, and a record of each training.
     """
 
     faults: int = 100
@@ -57,7 +57,7 @@ class Drill:
             raise RuntimeError(f"A drill stops and inherits processes as Linux can; this is {sys.platform}.")
         cases = self._cases()  # checks the options
         # Imported here because they are slow to import.
-        from tests.drill.report import read_records, report
+        from tests.drill.report import report
         from tests.drill.supervisor import Place
         from tests.drill.verdict import FAILED, NOT_FIRED
 
@@ -65,45 +65,41 @@ class Drill:
         if self.replay is not None:
             place.record_of(cases[0]).unlink(missing_ok=True)
         self._check_earlier(place.folder)
-        self._show_progress(cases, self._run_server([case for case in cases if not place.record_of(case).exists()]))
-        records = read_records(place.record_of(case) for case in cases)
+        left = [case for case in cases if not place.record_of(case).exists()]
+        for number, _ in enumerate(self._run_server(left), 1):
+            print(f"\r{number} of {len(left)} trainings", end="", file=sys.stderr, flush=True)
+        records = [json.loads(place.record_of(case).read_text()) for case in cases]
         if self.replay is not None:
             print(json.dumps(records[0], indent=1))
         else:
             report(records, self.out)
-            print(f"\nIn {self.out}: drill.json, drill.md, drill.png. One again: python -m tests.drill --replay SEED")
+            print(f"\nIn {self.out}: drill.json, drill.md. One again: python -m tests.drill --replay SEED")
         return int(any(record["verdict"] in (FAILED, NOT_FIRED) for record in records))
 
     def _cases(self) -> list[Case]:
-        from tests.drill.case import FRAMEWORKS, draw, frameworks_of, schedule
+        from tests.drill.case import FRAMEWORKS, draw, frameworks_of, methods, schedule
         from tests.drill.faults import FAULTS, JOBS, SUBJECTS
 
         for name, value in (("faults", self.faults), ("timeout_s", self.timeout_s), ("jobs", self.jobs)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}.")
-        methods = _chosen("methods", self.methods, list(METHODS))
+        chosen = _chosen("methods", self.methods, methods())
         kinds = _chosen("kinds", self.kinds, list(FAULTS))
-        installed = [name for name, extra in FRAMEWORKS.items() if extra is None or not missing_extra(extra, name)]
-        frameworks = _chosen("frameworks", self.frameworks, list(FRAMEWORKS)) if self.frameworks else installed
+        frameworks = _chosen("frameworks", self.frameworks, FRAMEWORKS)
         possible = [name for name in SUBJECTS if name != JOBS or not missing_extra("torchft", name)]
         subjects = _chosen("subjects", self.subjects, list(SUBJECTS)) if self.subjects else possible
         cases = [] if self.replay is None else [draw(self.replay)]
         if JOBS in self.subjects or any(case.subject == JOBS for case in cases):
             check_extra("torchft", f"a drill with subjects={JOBS}")
-        pairs = ((method, subject) for method in methods for subject in subjects)
+        pairs = ((method, subject) for method in chosen for subject in subjects)
         if not any(set(frameworks).intersection(frameworks_of(*pair)) for pair in pairs):
             raise ValueError(
-                f"frameworks={', '.join(frameworks)} do not have methods={', '.join(methods)} with "
+                f"frameworks={', '.join(frameworks)} do not have methods={', '.join(chosen)} with "
                 f"subjects={', '.join(subjects)}: add plain."
             )
         if not any(subject in FAULTS[kind].subjects for subject in subjects for kind in kinds):
             raise ValueError(f"kinds={', '.join(kinds)} do not strike subjects={', '.join(subjects)}: choose others.")
-        for framework in self.frameworks or [case.framework for case in cases]:
-            if (extra := FRAMEWORKS[framework]) is not None:
-                check_extra(extra, f"a drill with frameworks={framework}")
-        if cases:
-            return cases
-        return schedule(self.seed, self.faults, methods, frameworks, kinds, subjects)
+        return cases or schedule(self.seed, self.faults, chosen, frameworks, kinds, subjects)
 
     def _check_earlier(self, folder: Path) -> None:
         """Raises a ValueError if the folder has records of a drill with another timeout or other methods."""
@@ -142,16 +138,6 @@ class Drill:
                     server.terminate()
         if server.returncode:
             raise RuntimeError(f"The drill has ended with status {server.returncode}; its output says why.")
-
-    def _show_progress(self, cases: Sequence[Case], ended: Iterator[int]) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("trainings"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
-            task = progress.add_task("", total=len(cases))
-            for _ in ended:
-                progress.advance(task)
-            progress.update(task, completed=len(cases))
 
 
 def _chosen(option: str, names: Sequence[str], known: Sequence[str]) -> Sequence[str]:

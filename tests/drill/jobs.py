@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
@@ -18,15 +18,34 @@ from lightning_pipesync.launch.lighthouse import Lighthouse
 from lightning_pipesync.methods.laboratory import period_of
 from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.training.registry import METHODS
+from tests.conformance.loops import FabricLoop, PlainLoop
+from tests.conformance.trainer import fit
+from tests.conformance.training import (
+    BATCH_SIZE,
+    EPOCHS,
+    OPTIMIZERS,
+    Checkpoint,
+    Options,
+    batch_of,
+    flat,
+    loss_of,
+    network,
+    pass_by,
+)
 from tests.drill import system
 from tests.drill.case import Case
-from tests.drill.phases import EPOCHS, Gate
-from tests.drill.simulation import Replica, Section, Simulation
-from tests.drill.subject import MARGIN_S, Subject, result_of
-from tests.drill.training import BATCH_SIZE, PlainJob, Samples, Task, loss_of, optimizer_of
+from tests.drill.phases import Gate
+from tests.drill.subject import MARGIN_S, SAVED_EVERY, Subject, method_of, result_of
+from tests.references.elastic_data import Data, seen
+from tests.references.lost_rank import simulate
+from tests.references.selsync import average
+from tests.support.lightning_models import SAMPLES, dataset
 
 #: Seconds after which a job that has ended starts again, as with ``pipesync launch``.
 STARTS_AGAIN_S = 1.0
+
+
+LOOPS = {"plain": PlainLoop, "fabric": FabricLoop}
 
 
 class Jobs(Subject):
@@ -44,14 +63,17 @@ class Jobs(Subject):
         replica = {ADDRESS: f"{host}:{port}", NAME: str(member), NUMBER: str(self.members)}
         return {**replica, "OMP_NUM_THREADS": "1"}
 
-    def run(self, member: int, gate: Gate, resumed: Path | None) -> dict[str, Any]:
+    def run(self, member: int, gate: Gate, resumed: Checkpoint | None) -> dict[str, Any]:
         case = self._case
-        task = Task(
-            case.method, case.settings, member, self.members, self.folder_of(member), self._timeout_s, alone=True
-        )
         watch_sections(gate)
         gate.reach("init")
-        return result_of(TRAININGS[case.framework]()(task, gate, resumed))
+        method, settings = method_of(case), {**case.settings, "timeout_s": self._timeout_s}
+        # With learning rates that do not change, which one that starts again would have to be told.
+        options = Options(ranks=1, seed=member, batches=1.0, decay=1.0, passes=gate.passes)
+        save = Checkpoint(self.folder_of(member) / "at", SAVED_EVERY, after_error=False)
+        if case.framework == "lightning":
+            return result_of(fit(method, settings, options, save).weights)
+        return result_of(train_in_loop(LOOPS[case.framework](method, settings, options), save))
 
     def folder_of(self, member: int) -> Path:
         return self.folder / str(member)
@@ -94,27 +116,35 @@ def run_lighthouse(port: int, namespace: str | None) -> None:
     Lighthouse(port=port).run()
 
 
-def plainly() -> Any:
-    return PlainJob.train
-
-
-def in_trainer() -> Any:
-    from tests.drill.in_lightning import fit
-
-    return fit
-
-
-def in_fabric() -> Any:
-    from tests.drill.in_lightning import FabricJob
-
-    return FabricJob.train
-
-
-#: By framework, what imports it, and returns the training of a job.
-TRAININGS: dict[str, Callable[[], Any]] = {"plain": plainly, "lightning": in_trainer, "fabric": in_fabric}
+def train_in_loop(loop: Any, save: Checkpoint) -> Tensor:
+    """Trains on this job's share of the data, in a plain loop or Fabric's; returns the consolidated weights."""
+    owner = loop.fabric.strategy if isinstance(loop, FabricLoop) else loop.sync
+    method = owner.method_of() if isinstance(loop, FabricLoop) else owner
+    loader = owner.prepare_train_loader(DataLoader(dataset(), BATCH_SIZE, shuffle=True))
+    for _ in range(loader.epoch, EPOCHS):
+        for _, x, y in loader:
+            pass_by(loop.options, "batch", loop)
+            loop.train_on(method.num_steps, x, y)
+        pass_by(loop.options, "saving", loop)
+        loop.save(save.path.with_name(f"at-{method.num_steps}"))
+    pass_by(loop.options, "end", loop)
+    method.end()
+    weights: Tensor = loop.end()
+    return weights
 
 
 # --- what they are to compute ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """What replicas did together after so many steps: who took part, who was new after it, and who has left with it."""
+
+    step: int
+    took_part: tuple[str, ...]
+    new: tuple[str, ...] = ()
+    ends: bool = False
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,33 +195,51 @@ def sections_of(told: Sequence[Told]) -> tuple[list[str], list[Section]]:
 
 def simulated(case: Case, begin: Sequence[str], sections: Sequence[Section]) -> dict[str, Any]:
     """Returns the result of a simulation of the jobs of a case."""
-    settings = case.settings
-    config: Any = METHODS[case.method].config_type(**settings)
-    samples = Samples(case.ranks)
+    ids = sorted({*begin, *(id for section in sections for id in (*section.took_part, *section.new))})
+    config: Any = METHODS[case.method].config_type(**case.settings)
+    last = sections[-1]
+    present, members = set(begin), {0: sorted(begin)}
+    lost: dict[int, int] = {}
+    back: dict[int, int] = {}
+    leaving: dict[int, int] = {}
+    for section in sections:
+        step = section.step
+        lost |= {ids.index(id): step for id in present.difference(section.took_part)}
+        back |= {ids.index(id): step for id in section.new}
+        leaving |= {ids.index(id): step for id in section.left}
+        present = {*section.took_part, *section.new}.difference(section.left)
+        members[step] = sorted(present)
+    batches: dict[tuple[str, int], list[int]] = {}
+    for id, own in seen(Data(SAMPLES, BATCH_SIZE, seed=0), members, EPOCHS).items():
+        steps = (step for step in range(last.step) if id in members[max(since for since in members if since <= step)])
+        batches |= {(id, step): numbers for step, (_, numbers) in zip(steps, own, strict=False)}
 
-    def make_replica(id: str) -> Replica:
-        task = Task(case.method, settings, int(id.partition("/")[0]), case.ranks, Path(), 0, alone=True)
-        network = task.network(Gate(task.rank, (), Pipe()[0]))
-        return Replica(network, optimizer_of(network.parameters()))
-
-    def loss(model: nn.Module, numbers: list[int]) -> Tensor:
-        return loss_of(model(samples.x[numbers]), samples.y[numbers])
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        x, y = batch_of(batches.get((ids[rank], step), [0]))  # one that is lost trains on, until the others miss it
+        return loss_of(model(x), y)
 
     def make_outer(weights: list[Tensor], replicas: int) -> Optimizer:
-        outer: Optimizer = config.outer_step(optimizer_of(weights), replicas)(weights)
+        outer: Optimizer = config.outer_step(OPTIMIZERS["sgd"](weights), replicas)(weights)
         return outer
 
-    simulation = Simulation(
-        make_replica,
+    replicas = simulate(
+        network(Options(), seed=int(min(begin).partition("/")[0])),
+        lambda model: OPTIMIZERS["sgd"](model.parameters()),
         loss,
-        len(samples),
-        BATCH_SIZE,
-        period_of(config),
-        None if config.outer_optimizer == "none" else make_outer,
-        config.average_optimizer_states,
+        world_size=len(ids),
+        num_steps=last.step,
+        period=period_of(config),
+        lost=lost,
+        absent=[number for number, id in enumerate(ids) if id not in begin],
+        back=back,
+        leaving=leaving,
+        make_outer=None if config.outer_optimizer == "none" else make_outer,
+        average_states=config.average_optimizer_states,
     )
-    replicas = simulation.run(begin, sections, EPOCHS)
-    return result_of(next(iter(replicas.values())).model.state_dict())
+    found = [replica for number, replica in replicas.items() if ids[number] in last.took_part]
+    if last.ends:
+        average([list(replica.parameters()) for replica in found])
+    return result_of(flat(found[0]))
 
 
 def _names(ids: Sequence[str]) -> str:

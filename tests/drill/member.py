@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
+from tests.conformance.training import Checkpoint
 from tests.drill import system
 from tests.drill.become import fork
 from tests.drill.case import Strike
@@ -82,7 +82,7 @@ def run_rank(
     strikes: Sequence[Strike],
     environment: dict[str, str],
     namespace: str | None,
-    resumed: Path | None,
+    resumed: Checkpoint | None,
     orphaned: bool,
 ) -> None:
     """What a rank does; ``orphaned``: it outlives the process that has forked it."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.messages import Messages
+from tests.conformance.training import BATCHES, EPOCHS
 
 if TYPE_CHECKING:
     from tests.drill.case import Strike
 
-#: Optimizer steps of an epoch, at whose end the weights are consolidated and a checkpoint is saved; and of all.
-STEPS_OF_EPOCH, EPOCHS = 3, 3
-STEPS = STEPS_OF_EPOCH * EPOCHS
+STEPS = EPOCHS * BATCHES
 
 #: In the order of a training. ``collective``: a message of the method is about to be sent.
 PHASES = ("init", "attach", "forward", "backward", "step", "collective", "flush", "checkpoint", "end")
@@ -33,7 +33,7 @@ class Gate:
 
     Attributes:
         step: the number of steps that this rank has begun.
-        poisoned: whether the next batch is to be NaN.
+        poisoned: whether the next output of a layer is to be NaN.
         point: where the rank is.
     """
 
@@ -48,6 +48,33 @@ class Gate:
     def __deepcopy__(self, memo: Any) -> Gate:
         return self  # of a model that is copied
 
+    def passes(self, place: str, who: Any) -> None:
+        """Is called at each place that a training of the conformance suite passes."""
+        if place == "attach":
+            self.watch(who)
+        if place == "batch":
+            self.step += 1
+        if place in ("validation", "saving"):
+            self.reach("flush")
+        if place in ("attach", "step", "end"):
+            self.reach(place)
+        if place == "saving":
+            self.reach("checkpoint")
+
+    def watch(self, layers: Iterable[nn.Module]) -> None:
+        """Has faults strike in the forward and backward passes of layers: each stage of a pipeline has some."""
+        for layer in layers:
+            layer.register_forward_hook(self._pass)
+
+    def _pass(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return output
+        self.reach("forward")
+        if output.requires_grad:
+            output.register_hook(lambda _: self.reach("backward"))
+        poisoned, self.poisoned = self.poisoned, False
+        return output * math.nan if poisoned else output
+
     def reach(self, phase: str) -> None:
         """Has the faults strike whose phase this is, and whose step has come."""
         with self._lock:
@@ -61,11 +88,6 @@ class Gate:
                 del self._pending[number]
                 self.say(at=number)
                 strike.kind.strike(self, number)
-
-    def poison(self, loss: Tensor) -> Tensor:
-        """Returns the loss of a batch, or NaN if a fault wants it."""
-        poisoned, self.poisoned = self.poisoned, False
-        return loss * math.nan if poisoned else loss
 
     def wait(self) -> None:
         """Waits until the supervisor has done what a fault consists of."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipesync.lab.netlab.network import Network
+from tests.conformance.training import Checkpoint
 from tests.drill import system
 from tests.drill.become import fork
 from tests.drill.case import Strike
@@ -54,7 +55,7 @@ class Scene:
     """
 
     def __init__(
-        self, subject: Subject, timeout_s: float, strikes: Sequence[Strike] = (), resumed: Path | None = None
+        self, subject: Subject, timeout_s: float, strikes: Sequence[Strike] = (), resumed: Checkpoint | None = None
     ) -> None:
         self.subject, self.strikes, self._timeout_s, self._resumed = subject, strikes, timeout_s, resumed
         self.members = [Member(rank) for rank in range(subject.members)]
@@ -107,7 +108,7 @@ class Scene:
         for member, pid in zip(self.members, ours.recv(), strict=True):
             member.begin(pid)
 
-    def _role_of(self, member: Member, strikes: Sequence[Strike], resumed: Path | None) -> Callable[[], object]:
+    def _role_of(self, member: Member, strikes: Sequence[Strike], resumed: Checkpoint | None) -> Callable[[], object]:
         environment = self.subject.environment(member.rank, *self._meeting)
         if self._by_launcher:
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

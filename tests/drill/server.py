@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -25,7 +24,6 @@ import torch
 from tests.drill import system
 from tests.drill.become import fork, play
 from tests.drill.case import Case
-from tests.drill.subject import TRAININGS
 from tests.drill.supervisor import Place, record_of, supervise, write_json
 from tests.drill.verdict import FAILED, Verdict
 
@@ -65,11 +63,9 @@ def await_one(running: dict[int, Case], place: Place) -> None:
     print(case.seed, flush=True)
 
 
-def preload(frameworks: Sequence[str]) -> None:
+def preload() -> None:
     for name in PRELOADED:
         import_module(name)
-    for framework in set(frameworks):
-        TRAININGS[framework]()
     os.environ.setdefault("RUST_LOG", "warn")  # or a lighthouse tells of each round
     with suppress(ImportError):
         import_module("torchft.coordination")
@@ -86,7 +82,7 @@ def main() -> None:
     order = json.loads(sys.stdin.read())
     for module in order["imports"]:  # which register methods
         import_module(module)
-    preload([case["framework"] for case in order["cases"]])
+    preload()
     play(partial(serve, order))
 
 

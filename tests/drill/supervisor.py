@@ -221,7 +221,7 @@ def resume(case: Case, place: Place, subject: Job, reference: Mapping[str, Any])
     for checkpoint in [*subject.checkpoints(), None]:
         if checkpoint is not None and not damaged and not subject.has_been_saved(checkpoint):
             continue
-        name = "the beginning" if checkpoint is None else checkpoint.name
+        name = "the beginning" if checkpoint is None else checkpoint.path.name
         scene = Scene(subject, place.timeout_s, (), checkpoint)
         scene.run()
         fates = fates_of(scene)
@@ -250,15 +250,15 @@ def drill_resumption(case: Case, place: Place, subject: Job, reference: Mapping[
     scene = Scene(subject, place.timeout_s)
     scene.run()
     strike = case.strikes[0]
-    last = subject.checkpoints()[1]  # after which there are steps
+    newest, last = subject.checkpoints()[:2]  # after the latter there are steps
     file = max(subject.files_of(last, strike.rank), key=lambda path: path.stat().st_size)
     content = file.read_bytes()
     start = len(content) // 2
     block = bytes(255 - byte for byte in content[start : start + DAMAGED_BYTES])
     file.write_bytes(content[:start] + block + content[start + len(block) :])
-    if subject.checkpoints()[0] != last:
-        newest = subject.checkpoints()[0]
-        shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
+    for member in range(subject.members):
+        for one in subject.files_of(newest, member):
+            one.unlink()
     found = resume(case, place, subject, reference)
     how = f"{len(block)} bytes from {start} of {len(content)} of {file.name} have other bits"
     if found.problem is not None:

@@ -16,10 +16,11 @@ class Data:
     batch_size: int
     shuffle: bool = True
     drop_last: bool = False
+    seed: int = 7
 
     def order(self, epoch: int) -> list[int]:
         """Returns the samples of an epoch, as torch shuffles them for a single rank."""
-        sampler = DistributedSampler(range(self.size), 1, 0, self.shuffle, seed=7)  # type: ignore[arg-type]
+        sampler = DistributedSampler(range(self.size), 1, 0, self.shuffle, self.seed)  # type: ignore[arg-type]
         sampler.set_epoch(epoch)
         return list(sampler)
 

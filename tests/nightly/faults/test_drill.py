@@ -26,7 +26,7 @@ def test_faults_strike_and_are_judged(tmp_path: Path) -> None:
     killed, paused, lost = (f"{record['verdict']}: {record['why']}" for record in records)
     assert killed.startswith("ended: RuntimeError: Rank 1 (host ")
     assert records[0]["faults"][0]["proof"] == "exit status -9"
-    assert records[0]["resumed_from"] == "at-3"
+    assert records[0]["resumed_from"] == "at-4"
     assert paused == "survived: weights as an undisturbed run"
     assert lost == "survived: weights as in the simulation without job 1"
     assert not list((tmp_path / "work").iterdir()), "nothing is left"

@@ -1,48 +1,23 @@
-"""A Trainer names data that ranks cannot share, leaves nothing behind, and ends all its processes after Ctrl-C."""
+"""A Trainer leaves nothing behind, and ends all its processes after Ctrl-C; torchrun names the rank at fault."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 
-from lightning_pipesync import SelSyncStrategy
-from tests.quick.faults.test_shutdown import assert_torchrun_names_the_rank_at_fault
-from tests.support.case_table import launch_cases
-from tests.support.commands import environment
-from tests.support.harness import default_signals, on_ranks, raised, slots
-from tests.support.lightning_models import Classifier, dataset, train_loader, trainer
+from tests.support.commands import environment, run_together
+from tests.support.harness import default_signals, on_ranks, slots
+from tests.support.lightning_models import Classifier, train_loader, trainer
 from tests.support.lost_ranks import wait_for
-
-#: What is said of data that ranks cannot share.
-REFUSED = {"small data": ["1 samples", "2 ranks"], "other lengths": ["[2, 4]", "limit_train_batches"]}
-
-
-def fit_badly(directory: Path, kind: str) -> tuple[str, str] | None:
-    if kind == "small data":
-        loader = DataLoader(Subset(dataset(), [0]))
-    else:
-        loader = DataLoader(Subset(dataset(), range(8 + 8 * int(os.environ["RANK"]))), batch_size=4)
-    run = trainer(SelSyncStrategy(), 2, directory, use_distributed_sampler=kind != "other lengths")
-    return raised(lambda: run.fit(Classifier(), loader))
-
-
-def test_data_that_ranks_cannot_share_are_named_on_every_rank(tmp_path: Path) -> None:
-    outcomes = launch_cases({kind: partial(fit_badly, tmp_path, kind) for kind in REFUSED}, 2, init=False)
-    for kind, words in REFUSED.items():
-        for outcome in outcomes[kind]:
-            assert outcome is not None
-            assert outcome[0] == "ValueError"
-            assert all(word in outcome[1] for word in words), outcome
 
 
 def fit_twice(directory: Path, name: str) -> list[Tensor]:
@@ -128,4 +103,14 @@ def group_lives(group: int) -> bool:
 
 
 def test_the_last_lines_of_torchrun_name_the_rank_at_fault(tmp_path: Path) -> None:
-    assert_torchrun_names_the_rank_at_fault(SCRIPT, tmp_path, "raises")
+    """They are the traceback of the rank that ended first: of the one at fault, or of one that names it."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    [result] = run_together(([*command, tmp_path / "train.py", "raises"], environment()))
+    assert result.returncode == 1, result.stdout
+    said = result.stdout.rpartition("Root Cause (first observed failure):")[2].rstrip("=\n ")
+    last = said.splitlines()[-1].strip()
+    if re.search(r"^  rank +: 1 ", said, re.MULTILINE):
+        assert last == "KeyError: 'a bug in the loop'", result.stdout
+    else:
+        assert re.match(r"(RuntimeError: )?Rank 1 \(host .*is at fault: it raised KeyError: 'a bug in", last), last

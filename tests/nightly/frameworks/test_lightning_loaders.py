@@ -69,6 +69,7 @@ MAKE: dict[str, Callable[[], DataLoader]] = {
     "no batches": lambda: DataLoader(batches(), batch_size=None),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
     "few samples": lambda: in_pairs(Subset(dataset(), [0])),
+    "other lengths": lambda: DataLoader(Subset(dataset(), range(8 + 8 * int(os.environ["RANK"]))), batch_size=4),
 }
 #: The loader, arguments of the Trainer, the samplers that are used in the end, and the first batch of rank 0.
 LOADERS: list[tuple[str, dict[str, Any], str, str, list[int] | None]] = [
@@ -84,6 +85,7 @@ LOADERS: list[tuple[str, dict[str, Any], str, str, list[int] | None]] = [
 #: Loaders that cannot be used, settings, and what is said.
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("few samples", {}, ["1 samples", "2 ranks"]),
+    ("other lengths", {}, ["[2, 4]", "limit_train_batches"]),
     ("no batches", {"injection": (0.5, 0.5)}, ["injection=", "batch_size=None"]),
 ]
 
@@ -98,7 +100,8 @@ def fit_loader(folder: Path, kind: str, **how: Any) -> tuple[list[Any], str, str
 
 
 def fit_refused(folder: Path, kind: str, settings: dict[str, Any]) -> tuple[str, str] | None:
-    return raised(lambda: trainer(SelSyncStrategy(**settings), 2, folder).fit(Classifier(), MAKE[kind]()))
+    run = trainer(SelSyncStrategy(**settings), 2, folder, use_distributed_sampler=kind != "other lengths")
+    return raised(lambda: run.fit(Classifier(), MAKE[kind]()))
 
 
 class Validating(Classifier):

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 import transformers
 from accelerate import Accelerator
-from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_pipesync import SelSyncStrategy
 from lightning_pipesync.core.private_names import ChecksOverrides, require
-from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.lightning import private as lightning_private
-from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
-from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
 from lightning_pipesync.lightning.sync import SyncStrategyMixin
 from lightning_pipesync.transformers import PipeSyncTrainerMixin
 from tests.support.lightning_models import Classifier
@@ -31,22 +26,13 @@ def test_the_error_names_library_version_and_name() -> None:
         require(nn.Linear(1, 1), "weight", "_gone")
     with pytest.raises(RuntimeError, match=r"accelerate \S+ has no Accelerator\._gone"):
         require(type("Users", (Accelerator,), {}), "_gone")
-    for name in ("_update_count", "_computed"):
-        metric = torchmetrics.MeanMetric()
-        vars(metric).pop(name)
-        with pytest.raises(RuntimeError, match=rf"torchmetrics \S+ has no MeanMetric\.{name}"):
-            lightning_private.accumulate(metric, {}, 1)
 
 
 @pytest.mark.parametrize(
     ("mixin", "base", "name"),
     [
-        *((PipeSyncTrainerMixin, transformers.Trainer, name) for name in ("_load_best_model", "_finalize_training")),
-        (PipeSyncTrainerMixin, transformers.Trainer, "_load_scaler"),
+        (PipeSyncTrainerMixin, transformers.Trainer, "_load_best_model"),
         (SyncStrategyMixin, DDPStrategy, "configure_ddp"),
-        (PipelineStrategyMixin, DDPStrategy, "distributed_sampler_kwargs"),
-        (PipeSyncFabricStrategyMixin, FabricDDPStrategy, "setup_module_and_optimizers"),
-        (PipeSyncCallbackMixin, Callback, "on_validation_end"),
     ],
 )
 def test_an_override_of_nothing(mixin: Any, base: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +84,3 @@ def test_a_trainer_is_checked_before_it_trains(
     trainer.strategy.connect(module)
     with pytest.raises(RuntimeError, match=rf"lightning \S+ has no {type(owner).__name__}\.{name}"):
         lightning_private.check_trainer(trainer, trainer.precision_plugin)
-
-
-def test_the_accelerator_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Made(PipeSyncTrainerMixin, transformers.Trainer):
-        pass
-
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    monkeypatch.delattr(transformers.trainer, "Accelerator")
-    with pytest.raises(RuntimeError, match=r"transformers \S+ has no transformers\.trainer\.Accelerator"):
-        Made(model=nn.Linear(1, 1), args=arguments)

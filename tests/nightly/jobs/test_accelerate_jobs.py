@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGTERM
 from typing import Any
 
 import pytest
@@ -221,24 +219,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     [(alone, *_)] = launch_replicas(resume, 1, tmp_path, 1, False)
     assert sorted(sample for _, batch in alone for sample in batch) == rest
     assert {epoch for epoch, _ in alone} == {1}
-
-
-def leave(rank: int) -> tuple[Any, ...]:
-    """The second one gets SIGTERM within a round, and leaves with it."""
-    training = Training(rank)
-    training.before_step = lambda step: os.kill(os.getpid(), SIGTERM) if (rank, step) == (1, DIES - 1) else None
-    status = None
-    try:
-        training.run(1)
-    except SystemExit as left:
-        status = left.code
-    training.accelerator.free_memory()
-    return training.batches, status
-
-
-def test_one_leaves_in_order() -> None:
-    expected = seen(DATA, {0: "01", DIES + 1: "0"}, 1)
-    assert launch_replicas(leave, 2) == [(expected["0"], None), (expected["1"], 143)]
 
 
 class Stream(IterableDataset):

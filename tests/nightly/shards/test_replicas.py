@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_pipesync import METHODS
 from tests.support.case_table import Outcomes
-from tests.support.harness import launch
 from tests.support.shards import (
     RANKS,
     REPLICAS,
@@ -203,22 +202,6 @@ def train_in_three_dimensions(with_fsdp: bool) -> tuple[list[Tensor], dict[str, 
     return end(module, sync), copies_in(module), norms
 
 
-def lose_a_rank() -> str:
-    """A rank raises, and lives on; the others wait for it, within FSDP2 or in the method."""
-    module = sharded(device_mesh()["shards"])
-    optimizer = adamw(module)
-    sync = METHODS["selsync"](module, optimizer, timeout_s=300)
-    try:
-        for step in range(100):
-            if step == 2 and dist.get_rank() == 1:
-                raise KeyError("a bug")
-            run(module, optimizer, sync, [step])
-    except Exception as error:
-        sync.detach(timeout_s=1.0)
-        return type(error).__name__
-    return "none"
-
-
 @pytest.fixture(scope="module")
 def of_whole_replicas() -> Outcomes:
     cases = {(case["by"], case["name"], *options_of(case)): case for case in CASES}
@@ -277,7 +260,3 @@ def test_dear_is_fsdp2_over_tensor_parallelism_bit_for_bit() -> None:
     for (_, first, _), (_, second, _) in zip(of_ranks[::2], of_ranks[1::2], strict=True):
         assert first
         assert equal(first.values(), second.values())
-
-
-def test_nobody_waits_for_a_lost_rank() -> None:
-    assert launch(lose_a_rank, RANKS) == ["RuntimeError", "KeyError", "RuntimeError", "RuntimeError"]

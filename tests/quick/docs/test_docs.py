@@ -14,7 +14,6 @@ from types import ModuleType
 import pytest
 
 import lightning_pipesync
-from lightning_pipesync.lab.netlab.kernel import burst_bytes
 from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.strategies import docs_of
 from tests.support.commands import ROOT
@@ -87,11 +86,6 @@ def test_files_that_a_page_names_exist() -> None:
             assert path.exists() or path.with_suffix(".py").exists(), f"{page.name}: {name}"
 
 
-def test_the_burst_of_emulated_links_is_as_the_docs_say() -> None:
-    assert f"After a pause, {burst_bytes(1) // 1024} KiB (or 2 ms of the rate" in (DOCS / "netlab.md").read_text()
-    assert burst_bytes(10**9) == 10**9 // 8 // 500
-
-
 def public_names(module: ModuleType) -> list[str]:
     """What a package exports; the classes that its file defines, if it does not say."""
     return getattr(module, "__all__", None) or re.findall(r"^class ([A-Za-z]\w*)", getsource(module), re.MULTILINE)
@@ -110,15 +104,3 @@ def test_the_api_pages_list_all_that_a_package_exports() -> None:
         module = import_module(package)
         for name in public_names(module):
             assert (name, id(getattr(module, name))) in listed, f"add {package}.{name} to docs/api"
-
-
-def test_the_navigation_has_each_page() -> None:
-    """From the index down."""
-    shown, listings = set(), [DOCS / "index.md"]
-    while listings:
-        listing = listings.pop()
-        shown.add(listing.resolve())
-        for tree in re.findall(r"```\{toctree\}\n(.*?)```", listing.read_text(), re.DOTALL):
-            entries = [re.sub(r".*<(.*)>", r"\1", line) for line in tree.splitlines() if line and line[0] != ":"]
-            listings += [(listing.parent / entry).with_suffix(".md") for entry in entries]
-    assert {page.resolve() for page in (*LINKING_PAGES, *API_PAGES, ROOT / "examples" / "README.md")} <= shown

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.support.commands import environment, run_together
+from tests.support.commands import environment
 from tests.support.harness import free_port, slots
 
 PROGRAM = """
@@ -198,35 +197,3 @@ def assert_ended(name: str, names: tuple[str, ...]) -> None:
     assert output.rstrip().endswith(SCRIPTS[name][2]), output
     if name in REPORTED:
         assert reported == REPORTED[name]
-
-
-LOOP = """
-import torch
-import torch.distributed as dist
-from lightning_pipesync import SelSync
-
-dist.init_process_group("gloo")
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-sync = SelSync(model, optimizer, delta=0.0)
-for i in range(100):
-    optimizer.zero_grad()
-    model(torch.ones(8, 4)).sum().backward()
-    if i == 3 and dist.get_rank() == 1:
-        raise KeyError("a bug in the loop")
-    sync.step()
-"""
-
-
-def assert_torchrun_names_the_rank_at_fault(script: str, folder: Path, *arguments: str) -> None:
-    """Its last lines are the traceback of the rank that ended first: of the one at fault, or of one that names it."""
-    (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    [result] = run_together(([*command, folder / "train.py", *arguments], environment()))
-    assert result.returncode == 1, result.stdout
-    said = result.stdout.rpartition("Root Cause (first observed failure):")[2].rstrip("=\n ")
-    last = said.splitlines()[-1].strip()
-    if re.search(r"^  rank +: 1 ", said, re.MULTILINE):
-        assert last == "KeyError: 'a bug in the loop'", result.stdout
-    else:
-        assert re.match(r"(RuntimeError: )?Rank 1 \(host .*is at fault: it raised KeyError: 'a bug in", last), last

@@ -1,4 +1,4 @@
-"""PipeSyncAccelerator saves, resumes, skips batches and ends; its checkpoints are Accelerate's own."""
+"""PipeSyncAccelerator saves, resumes, skips batches and ends."""
 
 from __future__ import annotations
 
@@ -11,30 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.accelerate import PipeSyncAccelerator
-from tests.support.accelerate_runs import accelerator_of, steps, train
+from tests.support.accelerate_runs import accelerator_of, train
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
+from tests.support.harness import raised
 from tests.support.lightning_models import Classifier
 from tests.support.models import OPTIMIZERS, assert_same
 
 #: Each in another order of the data.
 RESUMED = ("dear", "selsync", "ea_pipe")
-
-
-def interchange(folder: Path) -> dict[str, Any]:
-    """Trains by DDP and by DeAR; loads DeAR's checkpoint with another method, and with other settings."""
-    return {
-        "ddp": steps(Accelerator(cpu=True), None, 3, folder / "by ddp"),
-        "dear": steps(accelerator_of("dear", timeout_s=60), None, 3, folder / "by dear"),
-        "selsync": steps(accelerator_of("selsync", timeout_s=60), folder / "by dear", 0, None),
-        "settings": raised(lambda: steps(accelerator_of("dear", compression="int8"), folder / "by dear", 0, None)),
-    }
 
 
 def end_with_own_weights(folder: Path) -> tuple[Tensor, Any]:
@@ -48,6 +37,7 @@ def end_with_own_weights(folder: Path) -> tuple[Tensor, Any]:
         optimizer.step()
         if step == 2:
             accelerator.save_state(str(folder))
+            accelerator.save_model(network, str(folder / "model"))
     accelerator.end_training()
     return model.weights(), raised(lambda: PipeSyncAccelerator(accelerator.pipesync))
 
@@ -79,7 +69,7 @@ def trained(folder: Path) -> Outcomes:
         for method in RESUMED
         for resumed in (False, True)
     }
-    cases |= {"interchange": partial(interchange, folder), "end": partial(end_with_own_weights, folder / "end")}
+    cases["end"] = partial(end_with_own_weights, folder / "end")
     cases = {"drop": drop, **cases}  # before the process group is destroyed
     return launch_cases(cases, 2, init=False)
 
@@ -96,25 +86,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(method: str, trained: Outcomes, 
     assert (folder / method / "pipesync_1.bin").exists()
 
 
-def test_checkpoints_are_accelerates_own(trained: Outcomes, folder: Path) -> None:
-    """Two steps of the scheduler for each of three, and the same files; any method loads the weights."""
-    for outcomes in trained["interchange"]:
-        weights, rate = outcomes["ddp"]
-        assert torch.equal(outcomes["dear"][0], weights)
-        assert torch.equal(outcomes["selsync"][0], weights)
-        assert outcomes["dear"][1] == rate == 0.01 * 0.5
-        assert_refused({"compression": outcomes["settings"]})
-    plain, dear = (load_file(folder / by / "model" / "model.safetensors") for by in ("by ddp", "by dear"))
-    assert plain.keys() == dear.keys()
-    assert_same(dear, plain)
-
-
 def test_the_end_consolidates_and_replicas_may_be_left_out(trained: Outcomes, folder: Path) -> None:
     (first, error), (second, _) = trained["end"]
     assert torch.equal(first, second)
     assert "has destroyed it" in error[1]
     assert "call accelerator.free_memory()" in error[1]
-    assert (folder / "end" / "model.safetensors").exists()
+    state, model = (load_file(path / "model.safetensors") for path in (folder / "end", folder / "end" / "model"))
+    assert state.keys() == model.keys()
+    assert_same(model, state)
     assert not list((folder / "end").glob("pipesync_*"))
 
 

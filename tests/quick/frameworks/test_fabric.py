@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_pipesync.fabric import PipeSGDFabricStrategy
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.fabric_runs import NAMES, STRATEGIES, SYNCHRONOUS, ended, launched, scaling
+from tests.support.fabric_runs import NAMES, SYNCHRONOUS, ended, launched, scaling
 from tests.support.harness import assert_raised, assert_refused, raised
 from tests.support.lightning_models import LOCAL
 from tests.support.models import assert_same, batch, loss, seeded_mlp, state
@@ -155,14 +155,6 @@ def test_what_would_go_wrong_is_named(kind: str, trained: Outcomes) -> None:
             assert_raised(outcome, "RuntimeError", "step() was called directly", "fabric.setup()")
         else:
             assert_refused({kind: outcome})
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_settings(name: str) -> None:
-    with pytest.raises(ValueError, match=r"no setting 'timeout_ms'.*timeout_s"):
-        STRATEGIES[name](timeout_ms=5)
-    with pytest.raises(ValueError, match="timeout_s"):
-        STRATEGIES[name](timeout_s=0)
 
 
 def test_what_fabric_does_not_have() -> None:
