@@ -24,7 +24,6 @@ class DeARFabricStrategy(PipeSyncFabricStrategyMixin, DDPStrategy):
         search_mb: tuple[float, float] | None = ...,
         trial_steps: int = ...,
         max_trials: int = ...,
-        tuning_file: str | None = ...,
         num_layers: int = ...,
         compression: Codec | str = ...,
         error_feedback: bool = ...,

@@ -33,7 +33,6 @@ class DeARStrategy(SyncStrategyMixin, _Strategy):
         search_mb: tuple[float, float] | None = ...,
         trial_steps: int = ...,
         max_trials: int = ...,
-        tuning_file: str | None = ...,
         num_layers: int = ...,
         compression: Codec | str = ...,
         error_feedback: bool = ...,

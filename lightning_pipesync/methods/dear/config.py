@@ -77,10 +77,6 @@ class DeARConfig(Settings):
     max_trials: int = 20
     """Maximum number of trials of a search, which ends earlier if it has converged."""
 
-    tuning_file: str | None = None
-    """JSON file to which rank 0 writes the trials of a search, and from which a search of the same model and number of
-    ranks resumes."""
-
     num_layers: int = 4
     """Layers of a bucket, with ``fusion="layers"``."""
 
@@ -157,7 +153,7 @@ class DeARConfig(Settings):
             ignored["bucket_mb"] = f"on what is fused {chosen}: set fusion='buffer'"
             ignored["edge_mb"] = f"{chosen}: set fusion='buffer'"
         if self.fusion in ("buffer", "layers", "none"):
-            for name in ("search_mb", "trial_steps", "max_trials", "tuning_file"):
+            for name in ("search_mb", "trial_steps", "max_trials"):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
         if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):
             ignored["overlap"] = "with update='sharded' or compression, which gather nothing under backward"

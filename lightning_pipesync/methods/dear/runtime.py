@@ -26,7 +26,7 @@ from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimi
 from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.dear.policy import DeARPolicy
 from lightning_pipesync.methods.dear.search import Trial
-from lightning_pipesync.methods.dear.tuner import FusionTuner, TuningFile
+from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
@@ -83,7 +83,6 @@ class DeAR(SyncMethod):
     )
 
     config: DeARConfig
-    _tuning_file: TuningFile | None = None
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._order = order = ExecutionOrder(self._module, self.transport.device)
@@ -94,7 +93,7 @@ class DeAR(SyncMethod):
         self._at_detach(lambda _: self._feedpipe.remove_hooks())
         self._fused = FusedBuckets(order, self.optimizers, config, self.transport, self._feedpipe)
         self._at_detach(self._release_buckets)
-        self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
+        self._tuner = FusionTuner(config, self._fused, self.transport)
         self._at_detach(self._tuner.close)
         self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
         self._policy = policy = DeARPolicy(self, self._fused, order, self._tuner, self._early, queue, self._feedpipe)
@@ -421,8 +420,6 @@ class DeAR(SyncMethod):
     def _problem(self) -> ValueError | None:
         try:
             self._shape_settings()
-            if self.config.tuning_file is not None and self.transport.rank == 0:
-                self._tuning_file = TuningFile(self.config.tuning_file)
         except ValueError as error:
             return error
         for optimizer in self.optimizers:

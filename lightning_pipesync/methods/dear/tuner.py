@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,7 +17,6 @@ from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.comm.handle import Promise, Worker
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.extras import missing_extra
-from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.work import MOST_BUCKETS
@@ -33,34 +30,6 @@ FEW_STEPS, CLEARLY_WORSE = 3, 1.1
 log = logging.getLogger(__name__)
 
 
-class TuningFile:
-    """A JSON file with the measurements of each job's search, which may not exist yet."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._searches: dict[str, dict[str, Any]] = {}
-        if self._path.exists():
-            try:
-                self._searches = json.loads(self._path.read_text())["searches"]
-                for state in self._searches.values():
-                    _read(state)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"tuning_file={str(path)!r} is not a file in which DeAR has kept a search "
-                    f"({type(error).__name__}: {error}): remove it, or name another one."
-                ) from error
-
-    def read(self, job: str) -> dict[str, Any] | None:
-        """Returns the measurements of a job; None if there are none."""
-        return self._searches.get(job)
-
-    def write(self, job: str, state: dict[str, Any]) -> None:
-        self._searches[job] = state
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._path) as temporary:
-            temporary.write_text(json.dumps({"searches": self._searches}, indent=2))
-
-
 class FusionTuner:
     """Measures steps with one bucket size after the other, and keeps the best.
 
@@ -69,10 +38,8 @@ class FusionTuner:
     step. All ranks change after the next backward pass, in which no reduce-scatter starts.
     """
 
-    def __init__(
-        self, config: DeARConfig, buckets: FusedBuckets, transport: Transport, file: TuningFile | None
-    ) -> None:
-        self._config, self._fused, self._transport, self._file = config, buckets, transport, file
+    def __init__(self, config: DeARConfig, buckets: FusedBuckets, transport: Transport) -> None:
+        self._config, self._fused, self._transport = config, buckets, transport
         self.fusion = config.first_fusion()  # of the present buckets
         self.finished = True  # also if there is no search
         self.change_due = False  # whether the buckets change after the next backward pass; the same on all ranks
@@ -97,13 +64,11 @@ class FusionTuner:
         self._sizes, self.fusion, self.trials = sizes, self._config.first_fusion(), []
         smallest, largest = self._config.search_mb or SEARCH_MB
         largest = min(largest, max(sizes) / MIB)
-        found = None if self._file is None else self._file.read(self._job())
-        searches = self._config.fusion == "bo" and not (found or {}).get("finished")
-        missing = missing_extra("tune", "fusion='bo'") if searches else None
-        everyone = self._transport.gather_objects((found, torch.are_deterministic_algorithms_enabled(), missing))
-        deterministic = any(wanted for _, wanted, _ in everyone) or any(copies_of(p.tensor) > 1 for p in parameters)
+        missing = missing_extra("tune", "fusion='bo'") if self._config.fusion == "bo" else None
+        everyone = self._transport.gather_objects((torch.are_deterministic_algorithms_enabled(), missing))
+        deterministic = any(wanted for wanted, _ in everyone) or any(copies_of(p.tensor) > 1 for p in parameters)
         self.finished = self._transport.world_size == 1 or largest <= smallest or deterministic
-        if not self.finished and (message := everyone[0][2]):
+        if not self.finished and (message := everyone[0][1]):
             self.finished = True
             if self._transport.rank == 0:
                 log.warning(f"{message}. Without it the buckets keep the size of bucket_mb={self._config.bucket_mb}.")
@@ -114,8 +79,6 @@ class FusionTuner:
                 smallest = min(smallest, largest / MOST_BUCKETS)
             self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
         self._begin_trial(self.fusion)
-        if (state := everyone[0][0]) is not None:
-            self.load_state_dict(state)
 
     def end_of_trial(self) -> bool:
         """Returns whether this is rank 0 and it has chosen the next size, on a thread, while training continues."""
@@ -158,7 +121,8 @@ class FusionTuner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes the search of :meth:`state_dict`, if there is one now; buckets of another fusion change next."""
         if not self.finished and state["trials"]:
-            self.trials, fusion, self.finished = _read(state)
+            self.trials = [Trial(Fusion(*sizes), float(seconds)) for *sizes, seconds in state["trials"]]
+            fusion, self.finished = Fusion(*state["fusion"]), bool(state["finished"])
             if self._search is not None:
                 self._search.trials = self.trials.copy()
             self._begin_trial(fusion)
@@ -199,22 +163,7 @@ class FusionTuner:
         """Returns the median seconds of a step, without the first step of a trial, which allocates buffers."""
         return median(self._clock.seconds_between(*pair) for pair in pairwise(self._ends[1:]))
 
-    def _job(self) -> str:
-        config = self._config
-        kind = (
-            f"{config.usual_update}, {config.compression}, {self._transport.topology}"
-            + ", eager" * config.gathers_early
-            + "".join(f", {name}={value}" for name, value in config.low_rank_settings.items())
-        )
-        return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {kind}"
-
     def _report(self) -> None:
-        if self._file is not None:
-            try:
-                self._file.write(self._job(), self.state_dict())
-            except OSError as error:  # training continues
-                log.warning(f"tuning_file={self._config.tuning_file!r} cannot be written: {error}")
-                self._file = None
         if self.finished and self.trials:
             first, best = self.trials[0], fastest(self.trials)
             edge_mb = best.fusion.edge_mb or best.fusion.bucket_mb
@@ -222,9 +171,3 @@ class FusionTuner:
                 f"DeAR fuses up to {best.fusion.bucket_mb:.1f} MiB, at the ends {edge_mb:.1f}: {best.seconds:.3f} s a "
                 f"step. It was {first.seconds:.3f} s with {first.fusion.bucket_mb:.1f} MiB; {len(self.trials)} trials."
             )
-
-
-def _read(state: dict[str, Any]) -> tuple[list[Trial], Fusion, bool]:
-    """Reads what :meth:`FusionTuner.state_dict` returned."""
-    trials = [Trial(Fusion(bucket_mb, edge_mb), float(seconds)) for bucket_mb, edge_mb, seconds in state["trials"]]
-    return trials, Fusion(*state["fusion"]), bool(state["finished"])

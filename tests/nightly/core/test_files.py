@@ -17,7 +17,6 @@ import torch
 from lightning_pipesync.accelerate.checkpoint import RankStates, save_rank_states
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.lab.bench.tables import write_results
-from lightning_pipesync.methods.dear.tuner import TuningFile
 from tests.support.case_table import launch_cases
 
 #: Bytes after which the disk is full.
@@ -40,16 +39,11 @@ def write_states(folder: Path, size: int) -> None:
     save_rank_states(folder, RankStates([{"x": torch.ones(size)}]), "dear", 0, {}, [torch.nn.Linear(1, 1)])
 
 
-def write_tuning(folder: Path, size: int) -> None:
-    trials = [[1.0, 1.0, 0.5]] * size
-    TuningFile(folder / "tuning.json").write("job", {"fusion": [1.0], "finished": True, "trials": trials})
-
-
 def write_report(folder: Path, size: int) -> None:
     write_results(folder, "report", {"values": [1.0] * size}, "x" * size)
 
 
-WRITERS: dict[str, Any] = {"states": write_states, "tuning": write_tuning, "results": write_report}
+WRITERS: dict[str, Any] = {"states": write_states, "results": write_report}
 
 
 def interrupt(name: str, folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], str]:

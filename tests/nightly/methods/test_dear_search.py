@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import random
 import sys
@@ -11,7 +10,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +23,11 @@ from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.dear.search import SEARCHES, Trial, fastest
-from lightning_pipesync.methods.dear.tuner import TuningFile
 from tests.quick.methods.test_dear_search import (
     SEARCHING,
     STEPS,
     assert_only_buckets_change,
     await_decision,
-    step,
 )
 from tests.support.case_table import launch_cases
 from tests.support.harness import on_ranks
@@ -214,56 +210,18 @@ def test_types_groups_optimizers_and_thawed_layers_during_a_search() -> None:
                 assert_same(states[index], kept)
 
 
-# --- what is kept of a search -----------------------------------------------------------------------------------------
-
-
-def of_width(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
-
-
-def searched_twice(path: Path) -> dict[str, Any]:
-    """What is known of a search before and after a run, in the next one, in one of another model, and of a finished
-    one without the package that searches, with its file and without it."""
-    kept: dict[str, Any] = {}
-
-    def run(name: str, width: int, file: Path | None, num_steps: int, fusion: str = "random") -> None:
-        of_run = Run(
-            DeAR, "sgd", of_width(width), **SEARCHING, fusion=fusion, tuning_file=None if file is None else str(file)
-        )
-        for when in ("before", "after"):
-            kept[f"{name}, {when}"] = [of_run.sync.tuned, list(of_run.sync.trials), of_run.sync.fusion]
-            for number in range(num_steps if when == "before" else 0):
-                step(of_run, number)
-        of_run.sync.detach()
-
-    run("first", 6, path, STEPS)
-    run("second", 6, path, STEPS)
-    run("other model", 7, path, 2)
+def search_without_the_package() -> tuple[bool, list[Any], Fusion]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "bayes_opt", None)  # as if it was not there
-        run("no package", 6, path, 0, "bo")
-        run("neither", 6, None, 0, "bo")
-    run("no place", 6, path / "below.json", STEPS)
-    return kept
+        run = Run(DeAR, "sgd", backwards(), **SEARCHING, fusion="bo")
+        found = run.sync.tuned, list(run.sync.trials), run.sync.fusion
+        run.sync.detach()
+    return found
 
 
-def test_the_next_run_starts_from_the_file(tmp_path: Path) -> None:
-    """Also where the package that searches is not there; one that cannot be written stops nobody."""
-    path = tmp_path / "below" / "tuning.json"
-    first, second = on_ranks(searched_twice, 2, path)
-    assert first == second
-    tuned, trials, fusion = first["first, after"]
-    assert (tuned, len(trials)) == (True, 5)
-    assert first["first, before"][:2] == first["other model, before"][:2] == [False, []]
-    assert first["second, before"] == first["second, after"] == [True, trials, fusion]
-    assert first["no package, before"] == [True, trials, fusion]
-    assert first["neither, before"] == [True, [], Fusion(bucket_mb=SEARCHING["bucket_mb"])]
-    assert first["no place, after"][0]
-    assert list(json.loads(path.read_text())) == ["searches"]
-    for refused in ('{"other": 1}', '{"searches": {"job": {"trials": [1]}}}', "no JSON"):
-        path.with_name("other.json").write_text(refused)
-        with pytest.raises(ValueError, match="is not a file in which DeAR has kept a search"):
-            TuningFile(path.with_name("other.json"))
+def test_without_the_package_the_buckets_keep_their_size() -> None:
+    for found in on_ranks(search_without_the_package, 2):
+        assert found == (True, [], Fusion(bucket_mb=SEARCHING["bucket_mb"]))
 
 
 def resumed_search() -> list[Any]:

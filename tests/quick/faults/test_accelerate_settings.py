@@ -116,14 +116,13 @@ def test_settings_import_nothing(method: str, setting: str, tmp_path: Path, monk
 def test_settings_name_classes_that_are_imported(tmp_path: Path) -> None:
     file = tmp_path / "pipesync.yaml"
     file.write_text(
-        "method: dear\ntuning_file: my.tuning\nelementwise: [torch.optim.Rprop]\n"
+        "method: dear\nelementwise: [torch.optim.Rprop]\n"
         "compression: {class_path: lightning_pipesync.TopK, init_args: {ratio: 0.5}}\n"
     )
     plugin = PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)})
     assert plugin is not None
     assert isinstance(plugin.config, DeARConfig)
     assert plugin.config.elementwise == (torch.optim.Rprop,)
-    assert str(plugin.config.tuning_file) == "my.tuning"
     assert plugin.config.compression == TopK(ratio=0.5)
 
 

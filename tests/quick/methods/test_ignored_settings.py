@@ -31,7 +31,7 @@ IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
     ("dear", {"num_layers": 2, "edge_mb": 1.0, "max_trials": 3}, {"num_layers"}),
     ("dear", {"fusion": "layers", "num_layers": 2, "edge_mb": 1.0}, {"edge_mb"}),
     ("dear", {"fusion": "none", "bucket_mb": 1.0, "trial_steps": 5}, {"bucket_mb", "trial_steps"}),
-    ("dear", {"fusion": "buffer", "search_mb": (2.0, 3.0), "tuning_file": "x.json"}, {"search_mb", "tuning_file"}),
+    ("dear", {"fusion": "buffer", "search_mb": (2.0, 3.0)}, {"search_mb"}),
     ("dear", {"update": "replicated", "elementwise": (Adadelta,), "compression": "int8"}, {"elementwise"}),
     ("selsync", {"window": 5, "smoothing": 1.0}, {"window"}),
     ("selsync", {"window": 5, "smoothing": 0.5}, set()),
