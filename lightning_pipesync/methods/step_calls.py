@@ -100,7 +100,7 @@ class StepCalls(FrameworkHooks, Method):
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its global L2 norm; returns that norm (0-dim)."""
-        self.reduce(optimizer)
+        self._reduce_to_clip(optimizer)
         parameters = self._trained(optimizer)
         self.clip_tensors(self.clipped_along(parameters), max_norm)
         return self.clip_tensors(parameters, max_norm)
@@ -129,7 +129,7 @@ class StepCalls(FrameworkHooks, Method):
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
-        self.reduce(optimizer)
+        self._reduce_to_clip(optimizer)
         parameters = self._trained(optimizer)
         torch.nn.utils.clip_grad_value_([*parameters, *self.clipped_along(parameters)], max_value)
 
@@ -220,6 +220,13 @@ class StepCalls(FrameworkHooks, Method):
         if self.record.is_outdated(index):
             self._skip(index)
             self.record.restart(index)
+
+    def _reduce_to_clip(self, optimizer: Optimizer | None) -> None:
+        """Calls :meth:`reduce` unless it was called: then a loss scaler may unscale what is clipped later."""
+        index = self._index(optimizer)
+        self._skip_if_outdated(index)
+        if self.record.stage(index) < Stage.REDUCED:
+            self.reduce(optimizer)
 
     def _trained(self, optimizer: Optimizer | None) -> list[Tensor]:
         return parameters_of(self.optimizers[self._index(optimizer)])

@@ -196,7 +196,7 @@ class DeAR(SyncMethod):
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the averaged gradient by its L2 norm; ranks all-reduce the squared norms of their shards."""
-        self.reduce(optimizer)
+        self._reduce_to_clip(optimizer)
         index = self._index(optimizer)
         norms = foreach_norm(self._gradient_shards(index))
         squares = torch.stack(norms).square_()  # its dtype is the same on all ranks, as the buckets'
@@ -213,7 +213,7 @@ class DeAR(SyncMethod):
         return norm
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
-        self.reduce(optimizer)
+        self._reduce_to_clip(optimizer)
         for flat in self._averaged_gradients(self._index(optimizer)):
             flat.clamp_(-max_value, max_value)
 

@@ -202,7 +202,7 @@ class ParameterServer(SyncMethod):
         """
         if self._clips_own:
             return super().clip(max_norm, optimizer)
-        self.reduce(optimizer)
+        self._reduce_to_clip(optimizer)
         self._learner.clipping.setdefault(self._index(optimizer), {})["max_norm"] = max_norm
         gradients = [p.grad for p in self._trained(optimizer) if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -212,7 +212,7 @@ class ParameterServer(SyncMethod):
         if self._clips_own:
             super().clip_value(max_value, optimizer)
             return
-        self.reduce(optimizer)
+        self._reduce_to_clip(optimizer)
         self._learner.clipping.setdefault(self._index(optimizer), {})["max_value"] = max_value
 
     def cancel_if_late(self) -> None:

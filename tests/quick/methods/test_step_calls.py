@@ -7,15 +7,20 @@ from threading import enumerate as threads
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.training.registry import METHODS
 from tests.support.harness import assert_raised, on_ranks, raised
+from tests.support.lost_ranks import TIMEOUT_S
 from tests.support.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 
 NAMES = ("dear", "selsync", "local_sgd", "pipe_sgd", "parameter_server")
 SETTINGS = {"parameter_server": {"policy": "sync"}}
+#: With which the first step updates the weights by its own gradient.
+SYNCHRONOUS = {"pipe_sgd": {"staleness": 0}}
 
 
 def clip_without_reduce(name: str) -> list[dict[str, Tensor]]:
@@ -46,6 +51,30 @@ def test_clipping_reduces_the_gradient(name: str) -> None:
         assert_same(clipped, reduced, name)
 
 
+def clip_before_unscaling(name: str) -> float:
+    """Returns by how much a step changes a weight whose gradient is 1, clipped and unscaled by a loss scaler later."""
+    net = nn.Linear(4, 2, bias=False)
+    optimizer = SGD(net.parameters(), lr=1.0)
+    method: Any = METHODS[name]
+    sync = method(net, optimizer, **{**SETTINGS.get(name, {}), **SYNCHRONOUS.get(name, {})})
+    before = net.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(net(torch.ones(1, 4)).sum()).backward()
+    sync.reduce(scaler=scaler, unscale=False)
+    sync.clip(1e9)
+    scaler.unscale_(optimizer)
+    sync.reduce(scaler=scaler)
+    sync.step(lambda: scaler.step(optimizer))
+    sync.flush()
+    sync.detach()
+    return (before - net.weight).abs().max().item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_may_be_clipped_before_it_is_unscaled(name: str) -> None:
+    assert on_ranks(clip_before_unscaling, 2, name) == [1.0] * 2
+
+
 def hooks_of(model: nn.Module) -> list[int]:
     kinds = ["_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks"]
     kinds += ["_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"]
@@ -65,7 +94,10 @@ def fail_to_attach(name: str) -> tuple[Any, list[int], list[int], list[str]]:
     error = raised(lambda: type("Failing", (method,), {"_attach": attach})(model, optimizer))
     loss(model, 0, 0).backward()
     optimizer.step()
-    return error, before, hooks_of(model), [thread.name for thread in threads() if "pipesync" in thread.name]
+    left = [thread for thread in threads() if "pipesync" in thread.name]
+    for thread in left:
+        thread.join(TIMEOUT_S)  # those that are about to end do so, also on a busy machine
+    return error, before, hooks_of(model), [thread.name for thread in left if thread.is_alive()]
 
 
 @pytest.mark.parametrize("name", NAMES)
