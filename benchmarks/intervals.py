@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import stdev
 
 
 def number(value: float | None, form: str) -> str:
@@ -14,14 +14,6 @@ def number(value: float | None, form: str) -> str:
 def with_interval(value: float, interval: float | None, form: str = ".2f") -> str:
     """Returns a number in this format, and the half of its confidence interval, if there is one."""
     return format(value, form) if interval is None else f"{value:{form}} ± {interval:.2f}"
-
-
-def mean_of(values: Sequence[float], form: str = ".2f") -> str:
-    """Returns the mean and half of its 95 % confidence interval, if there is one, in this format; nothing of none."""
-    if not values:
-        return ""
-    interval = interval_of(values)
-    return f"{fmean(values):{form}}" + ("" if interval is None else f" ± {interval:{form}}")
 
 
 def interval_of(values: Sequence[float]) -> float | None:

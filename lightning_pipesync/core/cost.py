@@ -91,10 +91,6 @@ class LinkCost:
         """Returns the seconds of a reduce-scatter, or of an all-gather, on a 2-D torus: along rows, then columns."""
         return self.reduce_scatter(num_bytes, columns) + self.reduce_scatter(num_bytes / columns, rows)
 
-    def central_server(self, num_bytes: float, world_size: int) -> float:
-        """Returns the seconds of a push and pull through one server, on a rank: 2 N (P - 1) bytes pass its link."""
-        return self.sharded_servers(num_bytes, world_size, servers=1)
-
     def sharded_servers(self, num_bytes: float, world_size: int, servers: int | None = None) -> float:
         """Returns the seconds in which all ranks push N bytes of gradients to servers, then pull as many of weights.
 

@@ -54,7 +54,8 @@ class Objects:
         if self.world_size == 1:
             return obj
         wire = torch.frombuffer(bytearray(pickle.dumps(obj if self.rank == src else None)), dtype=torch.uint8)
-        with self._traffic.waiting("objects"), self._watch.waiting("an object", self.ranks[src]):
+        sender = None if self.rank == src else self.ranks[src]  # who sends waits for all others
+        with self._traffic.waiting("objects"), self._watch.waiting("an object", sender):
             size = torch.tensor([wire.numel()])
             self._group.broadcast(size, src).wait()
             if self.rank != src:

@@ -50,13 +50,6 @@ class NonTrainableTensors:
     def tensors(self) -> list[Tensor]:
         return [*self._parameters, *self._read_buffers()]
 
-    @torch.no_grad()
-    def take_over(self, values: Sequence[Tensor]) -> None:
-        """Sets the tensors to the values that all other ranks have."""
-        for tensor, value in zip(self.tensors, values, strict=True):
-            tensor.copy_(value)
-        self.mark_common()
-
     def average(self, keep: bool = False, with_parameters: bool = True, members: Sequence[int] | None = None) -> None:
         """Averages the tensors that some rank has changed; a collective call.
 

@@ -23,7 +23,6 @@ from tests.support.lost_ranks import wait_for
 
 Settings = dict[str, Any]
 SERVERS = {"name": "parameter_server", "timeout_s": 60}
-QUEUE = {**SERVERS, "partition": "work_queue"}
 BATCHES = 8
 
 

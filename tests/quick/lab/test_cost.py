@@ -41,13 +41,12 @@ def test_parameter_servers() -> None:
     """4 ranks, 1 ms a message, 8 ns a byte, 4 MB. A central server gets three messages of 4 MB and sends as many; two
     get and send three of 2 MB each; four get and send three of 1 MB each, the bytes of a ring with fewer latencies."""
     link = LinkCost(alpha=1e-3, beta=8e-9)
-    assert link.central_server(4e6, 4) == pytest.approx(2 * (1e-3 + 3 * 32e-3))
-    assert link.sharded_servers(4e6, 4, servers=1) == link.central_server(4e6, 4)
+    assert link.sharded_servers(4e6, 4, servers=1) == pytest.approx(2 * (1e-3 + 3 * 32e-3))
     assert link.sharded_servers(4e6, 4, servers=2) == pytest.approx(2 * (1e-3 + 3 * 16e-3))
     assert link.sharded_servers(4e6, 4) == pytest.approx(2 * (1e-3 + 3 * 8e-3))
     assert link.sharded_servers(4e6, 4) == pytest.approx(link.all_reduce(4e6, 4) - 4 * 1e-3)
     assert link.sharded_servers(4e6, 2) == pytest.approx(link.all_reduce(4e6, 2)), "one message, as in a ring"
-    assert link.central_server(4e6, 1) == link.sharded_servers(4e6, 1) == 0.0
+    assert link.sharded_servers(4e6, 1, servers=1) == link.sharded_servers(4e6, 1) == 0.0
 
 
 @pytest.mark.parametrize("servers", [0, 5])
