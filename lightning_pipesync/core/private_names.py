@@ -1,8 +1,10 @@
-"""Checks for private names of other libraries: a missing one raises an error that names it."""
+"""Names of other libraries' objects: a missing private one raises an error, and others take the place of some."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -78,3 +80,17 @@ def _library(origin: Any) -> str | None:
     name = origin.__name__ if isinstance(origin, ModuleType) else origin.__module__
     root = str(name.partition(".")[0])
     return root if root in LIBRARIES else None
+
+
+@contextmanager
+def with_attributes(owner: object, **values: Any) -> Iterator[None]:
+    """Context manager in which an object has other attributes, such as methods; afterwards, those that it had."""
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(own)

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pipesync.core.consistency import check_optimizers
+from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import map_tensors, mark_stepped
 from lightning_pipesync.fabric.distribution import rank_zero_info, rank_zero_warn
@@ -31,7 +32,6 @@ from lightning_pipesync.lightning.private import (
     check_monitored_times,
     check_trainer,
     kept_local,
-    replacing,
     run_hooks_before_step,
     saves_now,
     show_metrics,
@@ -89,7 +89,9 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         if self._fitting:
             self.setup_optimizers(trainer)
             check_training(trainer, self.precision_plugin, self.name)
-            self._until_teardown.enter_context(replacing(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm))
+            self._until_teardown.enter_context(
+                with_attributes(self.precision_plugin, clip_grad_by_norm=self._clip_by_norm)
+            )
         self.setup_precision_plugin()
         broadcast_rng_state(self.broadcast)
         for metric in metrics_of(module):
@@ -372,7 +374,7 @@ def leaving_logs_to_rank_0(module: LightningModule) -> AbstractContextManager[No
     """
     names = [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test", "predict")]
     hooks = {name: partial(_run_without_results, name, getattr(module, name)) for name in names}
-    return replacing(module, log=lambda *_, **__: None, **hooks)
+    return with_attributes(module, log=lambda *_, **__: None, **hooks)
 
 
 def _run_without_results(name: str, hook: Callable[[], None]) -> None:
@@ -396,7 +398,7 @@ def sharing_logs_of_epochs(module: LightningModule, share: Callable[[], object])
         hook()
         share()
 
-    return replacing(module, on_train_epoch_end=hook_and_share)
+    return with_attributes(module, on_train_epoch_end=hook_and_share)
 
 
 def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.private_names import require
+from lightning_pipesync.core.private_names import require, with_attributes
 from lightning_pipesync.fabric.distribution import pl_worker_init_function
 from lightning_pipesync.fabric.private import LIGHTNING
 
@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.loops.progress import _ProcessedTracker
     from torchmetrics import Metric
-
-
-@contextmanager
-def replacing(owner: object, **values: Any) -> Iterator[None]:
-    """Context manager in which an object has other attributes, such as methods; afterwards, those that it had."""
-    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(owner).pop(name, None)
-        vars(owner).update(own)
 
 
 def check_trainer(trainer: Trainer, precision: Any) -> None:
@@ -342,7 +328,7 @@ def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
 def kept_local(metric: Metric) -> AbstractContextManager[None]:
     """Returns a context manager in which a metric is not synchronized across ranks."""
     require(metric, "sync_on_compute", "_to_sync")
-    return replacing(metric, sync_on_compute=False, _to_sync=False)
+    return with_attributes(metric, sync_on_compute=False, _to_sync=False)
 
 
 def without_rank(loader: DataLoader[Any]) -> None:
@@ -359,7 +345,7 @@ def no_broadcast_of_signals(trainer: Trainer) -> AbstractContextManager[None]:
     """
     loop = trainer.fit_loop.epoch_loop
     require(loop, "_broadcast_sigterm_tensor")
-    return replacing(loop, _broadcast_sigterm_tensor=lambda: None)
+    return with_attributes(loop, _broadcast_sigterm_tensor=lambda: None)
 
 
 def no_broadcast_in_handlers(trainer: Trainer, handles: Callable[[int, Any], bool]) -> AbstractContextManager[None]:
@@ -378,7 +364,7 @@ def no_broadcast_in_handlers(trainer: Trainer, handles: Callable[[int, Any], boo
         if not handles(number, frame):
             connector.received_sigterm = True
 
-    return replacing(connector, _sigterm_notifier_fn=note)
+    return with_attributes(connector, _sigterm_notifier_fn=note)
 
 
 def end_after_batch(trainer: Trainer) -> None:

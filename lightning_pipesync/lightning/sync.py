@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.guarded_states import at_hand
+from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data.loaders import batch_size_before_injection
 from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
@@ -31,7 +32,6 @@ from lightning_pipesync.lightning.private import (
     check_uneven_batches,
     has_swa,
     no_broadcast_of_signals,
-    replacing,
     run_hooks_before_step,
     saves_now,
     writes_average_within_training,
@@ -104,7 +104,7 @@ class SyncStrategyMixin(JoiningMixin):
         self._follow_averages(trainer, method)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
         clipping = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
-        self._until_teardown.enter_context(replacing(self.precision_plugin, **clipping))
+        self._until_teardown.enter_context(with_attributes(self.precision_plugin, **clipping))
 
     def _forget_last_fit(self) -> None:
         super()._forget_last_fit()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.data.loaders import sampler_of
 from lightning_pipesync.data.order import with_work_queue
 from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
-from lightning_pipesync.lightning.private import replacing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -44,7 +44,7 @@ class UnevenBatches:
         loop = trainer.fit_loop.epoch_loop
         if loop.max_steps != -1:
             self._max_batches = loop.max_steps * self._world_size * trainer.accumulate_grad_batches
-        return replacing(loop, max_steps=-1)
+        return with_attributes(loop, max_steps=-1)
 
     @property
     def are_used_up(self) -> bool:
@@ -73,4 +73,4 @@ class UnevenBatches:
                 step(scheduler, metric)
             self._num_stepped[id(scheduler)] = max(done, position)
 
-        return replacing(module, lr_scheduler_step=to_position)
+        return with_attributes(module, lr_scheduler_step=to_position)

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.module_hook import ModuleHook
 
@@ -77,20 +78,6 @@ def is_skipped(optimizer: Optimizer) -> bool:
     """Returns whether a loss scaler, which calls the step of a fused optimizer anyway, makes it skip the update."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
-
-
-@contextmanager
-def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[None]:
-    """Context manager that replaces ``optimizer.step`` by ``step``, also for wrappers of the optimizer."""
-    own = vars(optimizer).get("step")
-    optimizer.step = step  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if own is None:
-            del optimizer.step
-        else:
-            optimizer.step = own  # type: ignore[method-assign]
 
 
 class UserSteps:
@@ -162,7 +149,7 @@ class UserSteps:
                 return None if is_skipped(optimizer) else optimizer_step(**kwargs)
             return optimizer_step(evaluate, **kwargs)
 
-        with self.guards[index].stepping(), replaced_step(optimizer, step):
+        with self.guards[index].stepping(), with_attributes(optimizer, step=step):
             result = step() if update is None else update()
         self._sync.record.check_unscaled(index)
         return result
@@ -196,7 +183,7 @@ class UserSteps:
                 apply(functools.partial(optimizer_step, **kwargs))
             return result
 
-        with replaced_step(optimizer, step):
+        with with_attributes(optimizer, step=step):
             result = step() if update is None else update()
         self._sync.record.check_unscaled(index)
         if stepped:

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.methods.hyperparameters import current, in_use
-from lightning_pipesync.methods.user_steps import replaced_step
 
 #: Optimizers whose moments are those of Adam; AdamW is a subclass.
 ADAMS = (Adam, NAdam, RAdam)
@@ -81,7 +81,7 @@ class StepSize:
         if (scale := self.scale) == 1:
             yield
         else:
-            with replaced_step(self._optimizer, partial(self._step, self._optimizer.step, scale)):
+            with with_attributes(self._optimizer, step=partial(self._step, self._optimizer.step, scale)):
                 yield
         self._num_steps += 1
         if self._scale == "auto" and self._num_steps % EVERY == 0:
