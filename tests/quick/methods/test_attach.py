@@ -156,6 +156,7 @@ def step_directly(name: str) -> Outcome:
     run.backward(1)
     outcome = raised(run.optimizer.step)
     assert_same(state(run.model), before)
+    dist.barrier()  # with policies that do not wait, another rank may still be in its step
     run.sync.detach()
     run.optimizer.step()
     return outcome
