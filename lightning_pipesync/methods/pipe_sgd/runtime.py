@@ -18,7 +18,7 @@ from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_new_parameters
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
-from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
+from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, PredictionHooks
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -74,9 +74,11 @@ class PipeSGD(SyncMethod):
             pipe = GradientPipe(self, *row, self._queue)
             self._at_detach(lambda _, pipe=pipe: pipe.close())  # type: ignore[misc]
             self._pipes.append(pipe)
-        self._prediction = PredictionHooks(self._module, self._pipes, self.config.predicts, lambda: self.flushed)
-        self._at_detach(lambda _: self._prediction.remove())
-        self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
+        self._prediction = PredictionHooks([pipe.predicted for pipe in self._pipes], lambda: self.flushed)
+        self._at_detach(lambda _: self._prediction.restore_true_weights(check=False))
+        if self.config.predicts:
+            self._remove_at_detach(self._prediction.register(self._module))
+        self._used_at_flush: list[PredictedWeights] = []  # that were in use at a flush
 
     @property
     def trains_written_weights(self) -> bool:
@@ -114,9 +116,9 @@ class PipeSGD(SyncMethod):
         try:
             yield
         finally:
-            for pipe in restored:
-                pipe.predicted.forget()  # the true weights may have been written to
-                pipe.use_predicted_weights()
+            for predicted in restored:
+                predicted.forget()  # the true weights may have been written to
+                predicted.use()
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Submits this step's gradient, and sets ``p.grad`` to the gradient that is about to be applied.
@@ -124,7 +126,7 @@ class PipeSGD(SyncMethod):
         That one is scaled by the same ``loss_scale``, and is not finite on all ranks if it was not on one: a scaler
         unscales and checks it.
         """
-        self._flushed_pipes.clear()
+        self._used_at_flush.clear()
         if self._has_new_parameters:
             self._take_new_parameters()
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
@@ -189,7 +191,7 @@ class PipeSGD(SyncMethod):
 
     def flush(self) -> None:
         """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""
-        self._flushed_pipes += self._prediction.restore_true_weights()
+        self._used_at_flush += self._prediction.restore_true_weights()
         self._compare_loaded()  # and waits: broadcasts and all-reduces have one order on all ranks
         self._compare_weights()
         self._broadcast_buffers()
@@ -198,9 +200,9 @@ class PipeSGD(SyncMethod):
     def resume(self) -> None:
         """Undoes :meth:`flush`: swaps the predicted weights in again if it was called between forward pass and step."""
         self.flushed = False
-        for pipe in self._flushed_pipes:
-            pipe.use_predicted_weights()
-        self._flushed_pipes.clear()
+        for predicted in self._used_at_flush:
+            predicted.use()
+        self._used_at_flush.clear()
 
     def metrics(self) -> dict[str, float]:
         """See :meth:`Method.metrics`; with several optimizers, the updates of all, and the staleness of the first."""
