@@ -144,8 +144,10 @@ class DeAR(SyncMethod):
         elif self._tuner.change_due and not others:  # whose averaged gradient is in these buckets
             self._queue.wait_all()
             self._feedpipe.wait()
-            if not any(self.transport.exchange_flags(changed).wait()):  # otherwise the old states would replace it
-                self._tuner.change()
+            # What was loaded is to stay, and other parameters make other buckets anyway.
+            if not any(self.transport.exchange_flags(changed).wait()) and self._tuner.change():
+                self.return_optimizer_states()
+                self._fused.change_fusion(self._tuner.fusion)
         # On some rank: nothing may be applied to these buckets.
         if self._finish_backpipe(index, CHANGED * changed) & CHANGED:
             if others:

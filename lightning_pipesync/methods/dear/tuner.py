@@ -101,17 +101,16 @@ class FusionTuner:
         if self._decision is None:
             self._ends = []
 
-    def change(self) -> None:
-        """Changes the buckets for the next trial, or finally; a collective call, with nothing in flight."""
+    def change(self) -> bool:
+        """Begins the next trial, or ends the search, and returns whether the buckets change; a collective call."""
         decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
         self.trials, fusion, self.finished = self._transport.broadcast_object(decision)
-        if self._fused.differs_from(fusion):
-            self._fused.fuse_anew(fusion)
         self._begin_trial(fusion)
         if self._transport.rank == 0:
             self._report()
         if self.finished:
             self.close(timeout_s=1.0)
+        return self._fused.differs_from(fusion)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the measurements, the same on all ranks."""

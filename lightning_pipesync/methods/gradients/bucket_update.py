@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import flattened, shaped
 from lightning_pipesync.core.guarded_states import at_hand
 from lightning_pipesync.core.torch_private import twin_optimizer
-from lightning_pipesync.methods.gradients.reshard import whole_state
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,6 @@ class BucketUpdate:
             for piece in self._pieces
             if piece.values in states
         }
-
-    def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sets the optimizer state of the pieces to what :meth:`states` returned for the same pieces."""
-        loaded = self._states()
-        for piece in self._pieces:
-            if piece.name in states:
-                loaded[piece.values] = {k: whole_state(v, piece.values) for k, v in states[piece.name].items()}
-        self._set_states(loaded)
 
     def apply(self, present: Sequence[bool]) -> None:
         """Steps the copy on the pieces whose gradient is ``present``, by index of the parameter."""

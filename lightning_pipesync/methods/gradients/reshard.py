@@ -1,4 +1,4 @@
-"""Resharding: brings the state of parameters to the ranks that have their new shards."""
+"""States of whole parameters, of which each rank has slices."""
 
 from __future__ import annotations
 
@@ -29,42 +29,30 @@ def slices_in_shard(shard: slice, places: Mapping[str, slice]) -> dict[str, slic
     return slices
 
 
-def reshard(
-    states: Mapping[str, Mapping[str, Any]], old: Sequence[Slices], new: Sequence[Slices], transport: Transport
+def gather_states(
+    states: Mapping[str, Mapping[str, Any]], slices: Sequence[Slices], transport: Transport
 ) -> dict[str, dict[str, Any]]:
-    """Moves the state of parameters from the ranks that have the ``old`` slices to those that have the ``new`` ones.
+    """Returns the states of whole parameters, from the slices that each rank has; a collective call.
 
-    A collective call. ``states`` are those of this rank's old slices, by parameter and kind: 1-D tensors with a value
-    for each of the slice's, and others, which are the same on all ranks that have a slice of the parameter. ``old`` and
-    ``new`` are the slices of each rank. Returns the states of this rank's new slices; that of an unchanged slice is not
-    copied.
+    Args:
+        states: of this rank's slices, by parameter and kind: 1-D tensors with a value for each of the slice's, and
+            others, which are the same on all ranks that have a slice of the parameter.
+        slices: each rank's slices of the parameters.
     """
-    if list(old) == list(new):
+    if all(of_rank == slices[0] for of_rank in slices):  # each rank has all
         return {name: dict(state) for name, state in states.items()}
-    rank = transport.rank
-    merged: dict[str, dict[str, Any]] = {}
-    described = {name: _described(state, old[rank][name]) for name, state in states.items()}
+    result: dict[str, dict[str, Any]] = {}
+    described = {name: _described(state, slices[transport.rank][name]) for name, state in states.items()}
     for of_rank in transport.gather_objects(described):
         for name, description in of_rank.items():
-            merged.setdefault(name, description)
-    changed = [
-        {name: place for name, place in slices.items() if name in merged and old[peer].get(name) != place}
-        for peer, slices in enumerate(new)
-    ]
-    result = {name: dict(states[name]) for name in new[rank] if name in states and name not in changed[rank]}
-    for name in changed[rank]:
-        result[name] = {
-            kind: value.on(transport.device) if isinstance(value, _Undivided) else value
-            for kind, value in merged[name].items()
-        }
-    entries = [entry for state in merged.values() for entry in state.items()]
-    kinds = {(kind, dtype) for kind, dtype in entries if isinstance(dtype, torch.dtype)}
+            result.setdefault(name, description)
+    kinds = {entry for state in result.values() for entry in state.items() if isinstance(entry[1], torch.dtype)}
     for kind, dtype in sorted(kinds, key=str):  # in the same order on all ranks
-        having = {name for name, state in merged.items() if state.get(kind) is dtype}
-        wanted = [{name: place for name, place in slices.items() if name in having} for slices in changed]
-        values = {name: states[name][kind] for name in having & states.keys()}
-        for name, received in _exchange(values, dtype, old, wanted, transport).items():
-            result[name][kind] = received
+        names = [name for name, state in result.items() if state.get(kind) is dtype]
+        for name, values in _gather(names, states, kind, dtype, slices, transport).items():
+            result[name][kind] = values
+    for state in result.values():
+        state.update({k: value.on(transport.device) for k, value in state.items() if isinstance(value, _Undivided)})
     return result
 
 
@@ -76,39 +64,29 @@ def whole_state(value: Any, parameter: Tensor) -> Any:
     return shaped(copy, parameter) if copy.dim() == 1 and copy.numel() == parameter.numel() else copy
 
 
-def _exchange(
-    values: Mapping[str, Tensor],
+def _gather(
+    names: Sequence[str],
+    states: Mapping[str, Mapping[str, Any]],
+    kind: str,
     dtype: torch.dtype,
-    old: Sequence[Slices],
-    wanted: Sequence[Slices],
+    slices: Sequence[Slices],
     transport: Transport,
 ) -> dict[str, Tensor]:
-    """Returns, on the CPU, the values of the slices that this rank wants, from the ranks that have them."""
-    rank = transport.rank
-    result = {name: torch.empty(place.stop - place.start, dtype=dtype) for name, place in wanted[rank].items()}
-    targets = {peer: _common(result, wanted[rank], old[peer]) for peer in range(transport.world_size)}
-    sources = {peer: _common(values, old[rank], wanted[peer]) for peer in range(transport.world_size)}
-    foreach_copy_(targets.pop(rank), sources.pop(rank))
-    received = {peer: torch.empty(sum(map(torch.numel, t)), dtype=dtype) for peer, t in targets.items() if t}
-    sent = {peer: torch.cat(tensors).cpu() for peer, tensors in sources.items() if tensors}
+    """Returns a value of the states of the parameters ``names``, on the CPU, from the ranks that have parts of it."""
+    whole = {name: torch.empty(max(one[name].stop for one in slices if name in one), dtype=dtype) for name in names}
+    parts = [[whole[name][of_rank[name]] for name in sorted(whole.keys() & of_rank.keys())] for of_rank in slices]
+    own = parts.pop(transport.rank)
+    foreach_copy_(own, [states[name][kind] for name in sorted(whole.keys() & states.keys())])
+    others = [rank for rank in range(transport.world_size) if rank != transport.rank]
+    received = {peer: torch.cat(views) for peer, views in zip(others, parts, strict=True) if views}
     handles = [transport.recv(buffer, peer) for peer, buffer in received.items()]
-    handles += [transport.send(buffer, peer) for peer, buffer in sent.items()]
+    handles += [transport.send(sent, peer) for sent in ([torch.cat(own)] if own else []) for peer in others]
     for handle in handles:
         handle.wait()
-    for peer, buffer in received.items():
-        foreach_copy_(targets[peer], list(buffer.split([target.numel() for target in targets[peer]])))
-    return result
-
-
-def _common(values: Mapping[str, Tensor], slices: Slices, other: Slices) -> list[Tensor]:
-    """Returns views of ``values``, which are of the ``slices``, where ``other`` has them, too, sorted by name."""
-    common = []
-    for name in sorted(slices.keys() & other.keys() & values.keys()):
-        begin = slices[name].start
-        start, stop = max(begin, other[name].start), min(slices[name].stop, other[name].stop)
-        if start < stop:
-            common.append(values[name][start - begin : stop - begin])
-    return common
+    for peer, views in zip(others, parts, strict=True):
+        if views:
+            foreach_copy_(views, list(received[peer].split([view.numel() for view in views])))
+    return whole
 
 
 def _described(state: Mapping[str, Any], place: slice) -> dict[str, Any]:
