@@ -21,10 +21,9 @@ from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
+from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece, slices_in_shard
 from lightning_pipesync.methods.gradients.feedpipe import UnwrittenWeights
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
-from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
 #: Where the states of optimizers are, see :func:`send_away`.
 IN_BUCKETS = "DeAR's buckets have"

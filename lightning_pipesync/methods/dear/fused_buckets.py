@@ -14,10 +14,9 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_state
+from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_gradients
-from lightning_pipesync.methods.gradients.reshard import gather_states, whole_state
 
 V = TypeVar("V")
 

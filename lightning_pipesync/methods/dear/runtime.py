@@ -21,15 +21,13 @@ from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.bucket import IN_BUCKETS, FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.eager import EagerGathers
+from lightning_pipesync.methods.dear.early_gathers import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimizer
+from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
 from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.dear.policy import DeARPolicy
-from lightning_pipesync.methods.dear.search import Trial
-from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
-from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
 from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.settings import check_saved

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.guarded_states import at_hand, bring_back, send_away
 from lightning_pipesync.core.torch_private import map_tensors
-from lightning_pipesync.methods.gradients.reshard import gather_states, whole_state
+from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_state
 from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 
 

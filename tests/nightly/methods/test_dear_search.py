@@ -22,7 +22,7 @@ from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.methods.dear import DeAR
-from lightning_pipesync.methods.dear.search import SEARCHES, Trial, fastest
+from lightning_pipesync.methods.dear.fusion_search import SEARCHES, Trial, fastest
 from tests.quick.methods.test_dear_search import (
     SEARCHING,
     STEPS,

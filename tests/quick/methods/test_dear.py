@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers
 from lightning_pipesync.methods.dear import DeAR, eager
+from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_refused, on_ranks, raised
 from tests.support.lost_ranks import wait_for
