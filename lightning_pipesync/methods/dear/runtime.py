@@ -28,8 +28,8 @@ from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.dear.policy import DeARPolicy
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
-from lightning_pipesync.methods.loads import hook_loading, modules_with
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -407,24 +407,16 @@ class DeAR(SyncMethod):
             **({"topology": str(self.transport.topology)} if with_residuals else {}),
         }
 
-    def _problem_of_shards(self) -> ValueError | None:
-        if self._sharded is None:
-            return None
-        if self.config.update == "sharded":
-            return ValueError(
+    def _check_support(self) -> None:
+        self._shape_settings()
+        for optimizer in self.optimizers:
+            if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+                raise ValueError(
+                    f"{type(optimizer).__name__} wraps another optimizer, which DeAR would not reach: pass that one."
+                )
+        if self._sharded is not None and self.config.update == "sharded":
+            raise ValueError(
                 "update='sharded' divides what a replica of several ranks has divided already: set "
                 "update='replicated', or None, with replicas=."
             )
-        return super()._problem_of_shards()
-
-    def _problem(self) -> ValueError | None:
-        try:
-            self._shape_settings()
-        except ValueError as error:
-            return error
-        for optimizer in self.optimizers:
-            if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-                return ValueError(
-                    f"{type(optimizer).__name__} wraps another optimizer, which DeAR would not reach: pass that one."
-                )
-        return None
+        super()._check_support()
