@@ -22,7 +22,7 @@ from tests.streams.trainings import (
 
 SMALL_BUCKETS = {"bucket_mb": 1e-3}
 DEAR = Training("dear", SMALL_BUCKETS)
-SERVERS = Training("parameter_server", {"policy": "sync", "fetch_compression": "int8"})
+SERVERS = Training("parameter_server", {"policy": "sync"})
 #: Its learners push, and wait for nothing.
 DOWNPOUR = Training("parameter_server", {"policy": "downpour", "n_push": 1, "n_fetch": 100}, flushes=False)
 

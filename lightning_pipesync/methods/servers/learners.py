@@ -151,7 +151,7 @@ class Learner:
             for server, message in messages.items():
                 self.ahead = message.ahead
                 for bucket, shard in zip(self._buckets, message.values or (), strict=False):
-                    bucket.receive(server, shard, message.are_differences)
+                    bucket.receive(server, shard)
         self._router.newest = max(self._router.newest, self.version)
         return any(message.values is not None for message in messages.values())
 

@@ -123,13 +123,12 @@ class PushArrived:
 class WeightsMessage:
     """A server's shards of the weights of a version, or predicted from it by ``ahead`` updates.
 
-    ``values`` are the shards, or their encoded differences from those that the learner has; None: it has them.
+    ``values``: None if the learner has them.
     """
 
     version: int
     ahead: float
-    are_differences: bool = False
-    values: list[Tensor] | None = None
+    values: list[Tensor] | None
 
 
 @dataclass(frozen=True)

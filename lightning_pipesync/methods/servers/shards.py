@@ -29,7 +29,7 @@ class SharedBucket:
         assert members[0].group is not None
         self.members, self.group = list(members), members[0].group
         self._num_servers = num_servers
-        self._codec, self._fetch_codec = get_codec(config.compression), get_codec(config.fetch_compression)
+        self._codec = get_codec(config.compression)
         self._tensors = [member.tensor for member in members]
         self._gradients, self._values = Bucket(self._tensors), Bucket(self._tensors)
         self._values.pack(self._tensors)  # what all ranks have at first
@@ -77,15 +77,11 @@ class SharedBucket:
         encode_with_feedback(self._codec, shard, wire, residual, idle)
         return wire
 
-    def receive(self, server: int, values: Tensor, is_difference: bool) -> None:
-        """Stores a server's shard of the weights, or adds its encoded difference, for :meth:`unpack`."""
-        shard = shard_of(self._values.flat, server, self._num_servers)
+    def receive(self, server: int, values: Tensor) -> None:
+        """Stores a server's shard of the weights for :meth:`unpack`."""
         if values.is_cuda:  # this rank's server has allocated it on its own stream
             values.record_stream(torch.cuda.current_stream(values.device))
-        if is_difference:
-            self._fetch_codec.decode_add(values.to(shard.device, non_blocking=True), shard, shard.dtype)
-        else:
-            shard.copy_(values, non_blocking=True)
+        shard_of(self._values.flat, server, self._num_servers).copy_(values, non_blocking=True)
 
     def unpack(self) -> None:
         """Copies the received weights into the parameters."""

@@ -180,8 +180,6 @@ def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], facto
     ("settings", "words"),
     [
         ({"dedicated_servers": True}, "set servers=1, or more"),
-        ({"policy": "downpour", "fetch_compression": "int8"}, "fetch_compression='int8' is for weights that"),
-        ({"policy": "easgd", "fetch_compression": "int8"}, "fetch_compression='int8' is for weights that"),
         ({**SHARDS, "policy": "ssp"}, "independent_shards=True is for policies in which every push is an update"),
         ({**SHARDS, "policy": "easgd"}, "independent_shards=True is for policies in which every push is an update"),
         ({**SHARDS, "delay_compensation": "momentum"}, "delay_compensation='momentum' is for weights of one"),
