@@ -24,7 +24,7 @@ from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordina
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
 from lightning_pipesync.methods.servers.learners import Learner
 from lightning_pipesync.methods.servers.local_learners import LEARNERS
-from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
+from lightning_pipesync.methods.servers.messages import Flushed, Request, StatesRequest, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
 from lightning_pipesync.methods.servers.policies import Sequencer
 from lightning_pipesync.methods.servers.router import MessageRouter
@@ -114,7 +114,8 @@ class ParameterServer(SyncMethod):
             for bucket in (self._buckets if transport.rank < num_servers else ())
         ]
         served = () if self._learner.keeps_replica else optimizers
-        ask = router.states_of if roles.survives_loss else None
+        servers, what = range(num_servers), "the states of the parameter servers' optimizers"
+        ask = (lambda index: router.ask(StatesRequest(index), what, servers)) if roles.survives_loss else None
         self._states = ServedOptimizers(served, self._buckets, shards, num_servers, transport, ask)
         self._at_detach(lambda _: self._states.bring_back())
         self._server: Server | None = None
@@ -168,7 +169,9 @@ class ParameterServer(SyncMethod):
         if loss_scale is None or not self._roles.policy.together:
             return False
         gradients = [p.grad for p in parameters_of(self.optimizers[index]) if p.grad is not None]
-        return self._router.skips(finite=all(bool(torch.isfinite(grad).all()) for grad in gradients))
+        finite = all(bool(torch.isfinite(grad).all()) for grad in gradients)
+        [skips] = self._router.ask(Request.STEP if finite else Request.SKIP, "the gradients of all ranks")
+        return bool(skips)
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         self._router.check()
@@ -230,7 +233,7 @@ class ParameterServer(SyncMethod):
 
     @property
     def trains_written_weights(self) -> bool:
-        return False  # the servers have the weights
+        return self._roles.policy.together  # otherwise each learner has weights of its own age
 
     @property
     def same_optimizer_states(self) -> bool:
@@ -256,20 +259,19 @@ class ParameterServer(SyncMethod):
         self._take_changes()
         if not self.flushed:
             self._learner.keep_replica()
-        buffers = self._shared_tensors()
-        shared = [*self._others, *buffers]
-        # Any learner may be lost before it has sent its buffers.
-        learners = self._roles.learners if self._roles.survives_loss else self._roles.learners[:1]
-        if shared and self.transport.rank in learners:
-            marked = zip(self._others, marks_of(self._others), self._marks, strict=True)
-            changed = [tensor.cpu().clone() if now != then else None for tensor, now, then in marked]
-            self._router.send(COORDINATOR, LearnerBuffers([*changed, *(buffer.cpu().clone() for buffer in buffers)]))
         self._learner.retire()
-        for tensor, value in zip(shared, self._router.flushed_buffers() if shared else (), strict=True):
+        # Not by a collective: where training survives a loss, a rank may be lost at any time, also the first learner.
+        learners = self._roles.learners if self._roles.survives_loss else self._roles.learners[:1]
+        buffers, own = self._shared_tensors(), list[Tensor | None]()
+        if self.transport.rank in learners:
+            marked = zip(self._others, marks_of(self._others), self._marks, strict=True)
+            own = [tensor.cpu().clone() if now != then else None for tensor, now, then in marked]
+            own += [buffer.cpu().clone() for buffer in buffers]
+        held = HeldWeights.of_this_process(self.transport.rank, self._served)
+        [shared] = self._router.ask(Flushed(held, own), "all ranks to compare their weights")
+        for tensor, value in zip([*self._others, *buffers], shared, strict=True):
             if value is not None:
                 tensor.copy_(value)
-        # Not by a collective: where training survives a loss, a rank may be lost at any time.
-        self._router.compare_weights(HeldWeights.of_this_process(self.transport.rank, self._served))
         self._note_weights()
         self.flushed = True
 
@@ -379,21 +381,19 @@ class ParameterServer(SyncMethod):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded.
 
-        A collective call with ``policy="easgd"`` and ``"diloco"``.
+        A collective call.
         """
         self._learner.load_state_dict(state)
         versions = self._learner.versions
         version = versions[self.transport.rank] if self._server is not None else max(versions)
         self._router.newest = max(versions)
-        self._router.num_resumed += 1
         self._coordinator.load_state_dict(state["coordinator"], version)
         if self._server is not None:
             self._server.version = version
         self._weights_loaded = True  # and residuals are those of these weights
         if self._learner.outer is not None and "outer" in state:
             load_optimizer_state(self._learner.outer, state["outer"])
-        if self._learner.owns_optimizer:
-            self._reload()  # what it pushes next is of weights that it has
+        self._reload()
 
     @property
     def _clips_own(self) -> bool:

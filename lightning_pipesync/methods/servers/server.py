@@ -58,6 +58,7 @@ class Server:
         self._distance_bound = config.distance_bound if config.staleness_lr == "distance" else None
         self._keeps_fetched = self._compensates or self._distance_bound is not None
         self._num_optimizers = len({shard.bucket.group[0] for shard in shards})
+        self._newest: Letter | None = None  # with the newest weights, for all learners that need them
         self._arrived = threading.Condition()
         self._ended = False
         self._device = self._shards[0].values.device
@@ -234,7 +235,7 @@ class Server:
     def _forget_fetched(self) -> None:
         """Begins with the weights that all learners have now."""
         self._first = [shard.values.clone() for shard in self._shards] if self._keeps_fetched else []
-        self._newest: Letter | None = None  # with the newest weights, for all learners that need them
+        self._newest = None
         self._fetched_last: dict[int, WeightsMessage] = {}  # by learner, without values
         self._fetched: dict[int, dict[tuple[int, float], list[Tensor]]] = {}  # by learner, version, and updates ahead
 
