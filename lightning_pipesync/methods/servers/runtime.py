@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.buckets import buffer_reader, dense_strides, restore_memory_format
+from lightning_pipesync.core.buckets import buffer_reader, dense_strides, of_one_kind, restore_memory_format
 from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.core.marks import marks_of, versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
@@ -22,14 +22,13 @@ from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
-from lightning_pipesync.methods.servers.learners import Learner
-from lightning_pipesync.methods.servers.local_learners import LEARNERS
+from lightning_pipesync.methods.servers.learners import LEARNERS, Learner
 from lightning_pipesync.methods.servers.messages import Flushed, Request, StatesRequest, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
 from lightning_pipesync.methods.servers.policies import Sequencer
 from lightning_pipesync.methods.servers.router import MessageRouter
 from lightning_pipesync.methods.servers.server import CenterServer, Server
-from lightning_pipesync.methods.servers.shards import ServedShard, shared_buckets
+from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -86,11 +85,12 @@ class ParameterServer(SyncMethod):
         transport, config, kind = self.transport, self.config, self._learner_type
         self._roles = roles = config.roles(transport.world_size)
         self.only_serves = transport.rank not in roles.learners
-        self._served = [(parameter.name, parameter.tensor) for parameter in parameters if parameter.group]
+        trained = [parameter for parameter in parameters if parameter.group]
+        self._served = [(parameter.name, parameter.tensor) for parameter in trained]
         self._strides = [dense_strides(tensor) for _, tensor in self._served]  # what servers hold is in this order
         self._others = [parameter.tensor for parameter in parameters if not parameter.group]  # as those of a teacher
         self._marks = marks_of(self._others)
-        self._buckets = shared_buckets(parameters, roles.num_servers, config)
+        self._buckets = [SharedBucket(kind, roles.num_servers, config) for kind in of_one_kind(trained)]
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self._at_detach(router.close)
         self.data.ask = router.next_batch
@@ -98,7 +98,8 @@ class ParameterServer(SyncMethod):
         self._learner.after_fetch = self._note_weights
         self._weights_loaded = False
         self._loaded_optimizers: list[Optimizer] = []
-        self._remove_at_detach(self._learner.hook(self._module, parameters, lambda: self.syncing))
+        if roles.policy.cancels:
+            self._remove_at_detach(self._learner.hook(self._module, parameters, lambda: self.syncing))
         self._serve()
         self._note_weights()
         served = modules_with(self._module, [tensor for _, tensor in self._served])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Bucket, flattened, of_one_kind, shard_of, shard_slice
+from lightning_pipesync.core.buckets import Bucket, flattened, shaped, shard_of, shard_slice
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import encode_with_feedback
@@ -32,18 +32,13 @@ class SharedBucket:
         self._codec = get_codec(config.compression)
         self._tensors = [member.tensor for member in members]
         self._gradients, self._values = Bucket(self._tensors), Bucket(self._tensors)
+        self.packed = self._gradients.flat  # the packed gradients: 1-D, with padding
         self._values.pack(self._tensors)  # what all ranks have at first
         self.places = {m.name: place for m, place in zip(members, self._gradients.places, strict=True)}
         self.residual: Tensor | None = None  # of the error feedback, by element of the buffer
         self._idle: Tensor | None = None  # True for values of parameters without a gradient
         if config.uses_error_feedback:
-            flat = self._gradients.flat
-            self.residual = torch.zeros_like(flat, dtype=accumulation_dtype(flat.dtype))
-
-    @property
-    def packed(self) -> Tensor:
-        """The packed gradients: 1-D, with padding."""
-        return self._gradients.flat
+            self.residual = torch.zeros_like(self.packed, dtype=accumulation_dtype(self.packed.dtype))
 
     def pack(self) -> list[bool]:
         """Copies the gradients into the buffer, zeros for None; returns which parameters have one."""
@@ -121,26 +116,22 @@ class ServedShard:
         self, bucket: SharedBucket, server: int, optimizer: Optimizer, config: ParameterServerConfig, num_servers: int
     ) -> None:
         self.bucket, self._codec = bucket, get_codec(config.compression)
-        tensors = [member.tensor for member in bucket.members]
-        if num_servers == 1:
-            whole, gradient = Bucket(tensors), Bucket(tensors)
-            self.values, self._gradient = whole.flat, gradient.flat
-            rows = zip(bucket.members, whole.views, gradient.views, strict=True)
-            pieces = [Piece(i, m.name, m.tensor, view, grad, None) for i, (m, view, grad) in enumerate(rows)]
-        else:
-            shard, slices = bucket.shard(server), bucket.slices(server)
-            self.values = torch.zeros(shard.stop - shard.start, dtype=tensors[0].dtype, device=tensors[0].device)
-            self._gradient = torch.zeros_like(self.values)
-            pieces = []
-            for i, member in enumerate(bucket.members):
-                if member.name in slices:
-                    part, begin = slices[member.name], bucket.places[member.name].start - shard.start
-                    place = slice(begin + part.start, begin + part.stop)
-                    values, grad = self.values[place], self._gradient[place]
-                    pieces.append(Piece.in_shard(i, member.name, member.tensor, values, grad, part))
-        self._pieces = pieces
+        shard, slices = bucket.shard(server), bucket.slices(server)
+        self.values = torch.zeros_like(bucket.packed[shard])
+        self._gradient = torch.zeros_like(self.values)
+        self._pieces: list[Piece] = []
+        for i, member in enumerate(bucket.members):
+            if member.name in slices:
+                part, begin = slices[member.name], bucket.places[member.name].start - shard.start
+                place = slice(begin + part.start, begin + part.stop)
+                values, grad, name, tensor = self.values[place], self._gradient[place], member.name, member.tensor
+                if num_servers == 1:
+                    piece = Piece(i, name, tensor, shaped(values, tensor), shaped(grad, tensor), None)
+                else:
+                    piece = Piece.in_shard(i, name, tensor, values, grad, part)
+                self._pieces.append(piece)
         flat = (self.values, self._gradient) if config.is_elementwise(optimizer) else (None, None)
-        self.update = BucketUpdate(optimizer, bucket.group[1], pieces, *flat)
+        self.update = BucketUpdate(optimizer, bucket.group[1], self._pieces, *flat)
         dtype = accumulation_dtype(self.values.dtype)
         self._total = self._gradient if dtype == self.values.dtype else torch.empty_like(self._gradient, dtype=dtype)
         self._decoded = torch.empty_like(self._total)
@@ -225,11 +216,3 @@ class ServedShard:
                 self.update.apply(self._present)
                 predicted.add_(self.values.sub(predicted), alpha=part)
         return predicted
-
-
-def shared_buckets(
-    parameters: Sequence[NamedParameter], num_servers: int, config: ParameterServerConfig
-) -> list[SharedBucket]:
-    """Returns the buckets of all parameters that an optimizer has."""
-    trained = [parameter for parameter in parameters if parameter.group]
-    return [SharedBucket(kind, num_servers, config) for kind in of_one_kind(trained)]
