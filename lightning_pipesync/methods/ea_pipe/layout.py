@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.torch_private import map_tensors, paths_in, tensors_in, tree_flatten, tree_unflatten
-from lightning_pipesync.methods.pipeline import Call
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hooks: bool = True
+    """Whether to run the model's forward hooks, which may have run already."""
 
 
 @dataclass(frozen=True)

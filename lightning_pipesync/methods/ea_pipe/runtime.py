@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same, describe, on_all_ranks
@@ -24,6 +24,7 @@ from lightning_pipesync.core.parameters import NamedParameter, check_values, col
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.channels import (
     Channels,
+    Schedule,
     line_of,
     make_channels,
     make_transport,
@@ -32,27 +33,24 @@ from lightning_pipesync.methods.ea_pipe.channels import (
 )
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
-from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
-from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
-from lightning_pipesync.methods.ea_pipe.versions import mean_state
-from lightning_pipesync.methods.method import PIECE_MB
+from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, OptimizerFactory, Source
+from lightning_pipesync.methods.ea_pipe.weights import mean_state
+from lightning_pipesync.methods.method import PIECE_MB, Method
 from lightning_pipesync.methods.metric_info import counted
-from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
-
-T = TypeVar("T")
 
 #: The settings that determine the structure of a state.
 SAVED = ("algorithm", "replicas", "split_names", "num_pipelines", "average", "neighbors")
 
 
-class EAPipe(PipelineMethod):
+class EAPipe(Method):
     """Trains a model as a pipeline without bubbles, with one stage in each process.
 
     Mini-batches follow each other without a flush. Each mini-batch in flight has a separate replica of the weights, and
     replicas and master are pulled together (paper, Algorithm 1). All processes make the same calls. Rank 0 has the last
-    stage, which computes the loss, and the last rank has the first stage. A plain loop::
+    stage, which computes the loss, and the last rank has the first stage. A step is :meth:`train_batch`; or, for a
+    framework, :meth:`feed`, :meth:`backward`, and :meth:`step` if that returned True. A plain loop::
 
         engine = EAPipe(layers, nn.functional.cross_entropy, lambda parameters: SGD(parameters, lr=0.1))
         for x, y in loader:                       # the same batches on all ranks
@@ -87,6 +85,7 @@ class EAPipe(PipelineMethod):
     """
 
     name = "ea_pipe"
+    makes_passes = True
     config_type = EAPipeConfig
     lab = EAPipeLab
     config: EAPipeConfig
@@ -115,8 +114,10 @@ class EAPipe(PipelineMethod):
         self._stages: list[ModelStage] = []
         self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
+        self._job: Objects | None = None
         if virtual_stages is None:
             self.transport = make_transport(self._device, self.config, backend)
+            self._job = self.transport.job
             self.transport.end_other_waits()
             self.num_stages = places_of(self.transport).world_size
         elif self.config.num_pipelines > 1:
@@ -141,6 +142,15 @@ class EAPipe(PipelineMethod):
             warn_of_one_rank(type(self).__name__, self.transport.job.world_size)
 
     def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
+        """Runs the next passes of the pipeline for a mini-batch, or a part of one, and the updates that are due.
+
+        Args:
+            batch: input and target. Only the first stage uses the input, only the last one the target.
+            completes: whether this is the last part of the mini-batch.
+
+        Returns:
+            The loss, 0-dim and detached, on the rank of the last stage; None on others.
+        """
         inputs, target = batch
         assert self._loss is not None
         criterion = self._loss
@@ -150,39 +160,63 @@ class EAPipe(PipelineMethod):
         return loss
 
     def feed(self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None) -> Tensor | None:
+        """Runs the forward pass of the next mini-batch, or of a part of one; returns as :meth:`train_batch`.
+
+        ``source`` is called on the rank of the first stage, ``loss`` on that of the last one. If ``digest`` is that of
+        the batch, it is compared between these.
+
+        Raises:
+            RuntimeError: the first and the last stage have different batches, or a peer is lost.
+        """
         self._begin(source)
         self.flushed = self._gathered = False
         result = None
         for stage in self._stages:
-            with self._receiving("a mini-batch"):
-                result = stage.forward(source, loss, completes=completes, digest=digest)
+            result = stage.forward(source, loss, completes=completes, digest=digest)
         return result
 
     def backward(self) -> bool:
+        """Runs the backward passes that are due after :meth:`feed`.
+
+        Returns:
+            Whether the gradient of a mini-batch is complete, in ``p.grad``: then call :meth:`step`.
+
+        Raises:
+            RuntimeError: the loss depends on another stage's layers, or a peer is lost.
+        """
         complete = [stage.backward() for stage in reversed(self._stages)]
         if any(complete) and self.transport is not None and not self._checked:
             self._check_gradients()
         return any(complete)
 
     def step(self, optimizer_step: Callable[[], object] | None = None) -> None:
+        """Applies the complete gradient by ``optimizer_step``, maybe later; None: the step of the stage's optimizer."""
         for stage in reversed(self._stages):
             if stage.is_complete:
                 stage.update(optimizer_step)
 
     def flush(self, step: Callable[[], object] | None = None) -> None:
+        """Empties the pipeline, and loads the consolidated weights into the layers of this rank's stage.
+
+        ``step`` is called in place of :meth:`step`, which it calls, when the gradient of a mini-batch is complete.
+        """
         # A framework may have turned gradients off for a validation that follows.
         with torch.inference_mode(False), torch.enable_grad():
             for stage in reversed(self._stages):
                 stage.finish_backward(step or self.step)
             for stage in self._stages:
-                with self._receiving("the end of the mini-batches"):
-                    stage.finish()
+                stage.finish()
         if not self.flushed and self.transport is not None and self.config.num_pipelines > 1:
             part = rank_of(places_of(self.transport).rank, self.num_stages)
             self._compare_weights(self._split.tensors_of(part), part, self.transport, places_of(self.transport))
         self.flushed = True
 
+    def forward(self, inputs: Any) -> Any:
+        """Runs the consolidated model as :meth:`infer` does, on ``inputs``."""
+        return self.infer(lambda: inputs)
+
     def infer(self, source: Source) -> Any:
+        """Runs the consolidated model without gradients; returns its output on the rank of the last stage."""
         self.flush()
         self._begin(source)
         output = None
@@ -206,11 +240,18 @@ class EAPipe(PipelineMethod):
         self._compare_weights(self._model.parameters(), 0, places_of(self.transport), line)
 
     @property
+    def data_part(self) -> tuple[int, int]:
+        """Which part of the training data this rank's pipeline trains on, from 0 on, and the number of parts."""
+        job = None if self.transport is None else self.transport.job
+        return (0, 1) if job is None else self.config.data_part(job.rank, job.world_size)
+
+    @property
     def cuts(self) -> list[int]:
         """The indices of the first layers of all stages but the first; empty before the first batch."""
         return self._split.cuts
 
     def describe(self) -> str:
+        """Returns a line per stage that names its layers; an empty text before the first batch."""
         lines = []
         for stage in range(self.num_stages if self._stages else 0):
             first, *_, last = self._split.named_layers_of(stage) * 2
@@ -247,7 +288,11 @@ class EAPipe(PipelineMethod):
         return {"settings": settings, "cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
 
     def optimizer_state(self) -> dict[int, Any]:
-        """Returns the state of this rank's optimizer, the mean over the replicas and the pipelines."""
+        """Returns the state of this rank's optimizer by the index of the parameter; a collective call.
+
+        It is the mean over the replicas and the pipelines, of which the ranks of the first one get it, the others
+        nothing.
+        """
         own = self._stages[0].weights.optimizer_state() if self._stages else {}
         if self.transport is None or self.config.num_pipelines == 1:
             return own
@@ -299,26 +344,22 @@ class EAPipe(PipelineMethod):
         """Checks that all ranks train the same model, and broadcasts rank 0's weights."""
 
         def check() -> tuple[ModelSplit, list[NamedParameter]]:
-            self._check_backend()
+            staged = self.transport is not None and self.transport.backend == "gloo" and self._device.type == "cuda"
+            if staged and self.config.algorithm in SYNCHRONOUS:
+                raise ValueError(
+                    f"algorithm={self.config.algorithm!r} runs on PyTorch's schedules, which send CUDA tensors, and "
+                    "backend='gloo' cannot: use backend='nccl', or another algorithm."
+                )
             split = split_of(self._model, self.config, self.num_stages, self._device)
             check_values(self._model)
             return split, collect_parameters(self._model, [])
 
-        self._split, parameters = self._on_all_ranks(check)
+        self._split, parameters = on_all_ranks(self._job, check)
         if self.transport is not None:
             check_same(self.transport.job, describe(self.config, parameters, self._model))
             tensors = [*self._model.parameters(), *self._model.buffers(), *self._others]
             for collectives in dict.fromkeys([self.transport, places_of(self.transport)]):  # along a line, and from it
                 exchange_fused(tensors, PIECE_MB, partial(_broadcast_by, collectives))
-
-    def _check_backend(self) -> None:
-        """Raises a ValueError if PyTorch's schedules would send CUDA tensors with Gloo."""
-        staged = self.transport is not None and self.transport.backend == "gloo" and self._device.type == "cuda"
-        if staged and self.config.algorithm in SYNCHRONOUS:
-            raise ValueError(
-                f"algorithm={self.config.algorithm!r} runs on PyTorch's schedules, which send CUDA tensors, and "
-                "backend='gloo' cannot: use backend='nccl', or another algorithm."
-            )
 
     def _check_gradients(self) -> None:
         """Raises a RuntimeError if the loss depends on another stage's layer directly: its gradient would be lost."""
@@ -346,7 +387,7 @@ class EAPipe(PipelineMethod):
                 return self._split.inspect(source)
 
         try:
-            inspected = self._on_all_ranks(inspect)
+            inspected = on_all_ranks(self._job, inspect)
             if self.transport is not None:
                 holder = line_of(first, self.num_stages, self.config)[0]
                 inspected = self.transport.job.broadcast_object(inspected, holder)
@@ -358,7 +399,7 @@ class EAPipe(PipelineMethod):
             self.load_state_dict(self._to_resume)
 
     def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
-        self._on_all_ranks(lambda: self._split.cut(choose_cuts()))
+        on_all_ranks(self._job, lambda: self._split.cut(choose_cuts()))
         if self.transport is not None:
             stage_of = {id(t): stage for stage in range(self.num_stages) for t in self._split.tensors_of(stage)}
             named = [*self._model.named_parameters(), *self._model.named_buffers()]
@@ -366,7 +407,7 @@ class EAPipe(PipelineMethod):
         channels = make_channels(self.transport, self.num_stages, self.config)
         try:
             with torch.inference_mode(False):  # the first batch may belong to a validation
-                self._stages = self._on_all_ranks(lambda: [self._make_stage(*stage) for stage in channels])
+                self._stages = on_all_ranks(self._job, lambda: [self._make_stage(*stage) for stage in channels])
         except ValueError:
             for _, own in channels:
                 own.close(timeout_s=1.0)
@@ -395,21 +436,6 @@ class EAPipe(PipelineMethod):
         named = [(name, parameter) for name, parameter in self._model.named_parameters() if id(parameter) in chosen]
         job = self.transport.job
         check_held(job, HeldWeights.of_this_process(job.rank, named, part), among, beside)
-
-    @contextmanager
-    def _receiving(self, what: str) -> Iterator[None]:
-        """Context that turns an unexpected message of the stage before into an error that names the rank at fault."""
-        try:
-            yield
-        except OutOfStepError as error:
-            assert self.transport is not None
-            places = places_of(self.transport)
-            peer = places.ranks[places.rank + 1]
-            raise self.transport.watch.failed_wait(f"{what} of rank {peer}", peer, error) from error
-
-    def _on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them."""
-        return function() if self.transport is None else on_all_ranks(self.transport.job, function)
 
 
 def _broadcast_by(collectives: Collectives, flat: Tensor, src: int = 0) -> Handle[Tensor]:

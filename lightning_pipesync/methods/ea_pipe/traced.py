@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.graph_split import StageGraph, split_graph
-from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of, varying, with_strides
+from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, varying, with_strides
 from lightning_pipesync.methods.ea_pipe.torch_private import has_backward_hooks, noting_gradient_code
-from lightning_pipesync.methods.pipeline import Call
 
 #: The number of graphs of a model above which its input is assumed to vary without bound.
 MANY_GRAPHS = 32

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync import EAPipe
 from lightning_pipesync.lightning.submodule import Submodule
-from lightning_pipesync.methods.pipeline import Call
+from lightning_pipesync.methods.ea_pipe.layout import Call
 from tests.support.ea_pipe_runs import OPTIMIZERS
 from tests.support.harness import assert_refused, on_ranks, raised
 from tests.support.models import assert_same, batch
