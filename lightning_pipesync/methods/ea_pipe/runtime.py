@@ -19,7 +19,6 @@ from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same, describe, on_all_ranks
 from lightning_pipesync.core.held_weights import HeldWeights, check_held
-from lightning_pipesync.core.layers import numbers_of_parameters
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.channels import (
@@ -33,8 +32,9 @@ from lightning_pipesync.methods.ea_pipe.channels import (
 )
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
-from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
+from lightning_pipesync.methods.ea_pipe.split import ModelSplit, SequentialSplit, numbers_of_parameters
 from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, OptimizerFactory, Source
+from lightning_pipesync.methods.ea_pipe.traced import TracedSplit
 from lightning_pipesync.methods.ea_pipe.weights import mean_state
 from lightning_pipesync.methods.method import PIECE_MB, Method
 from lightning_pipesync.methods.metric_info import counted
@@ -115,11 +115,13 @@ class EAPipe(Method):
         self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
         self._job: Objects | None = None
+        self._line: Transport | None = None  # of this stage in several pipelines
         if virtual_stages is None:
             self.transport = make_transport(self._device, self.config, backend)
-            self._job = self.transport.job
             self.transport.end_other_waits()
-            self.num_stages = places_of(self.transport).world_size
+            self._job, self._pipeline = self.transport.job, places_of(self.transport)
+            self._line = self.transport if self.config.num_pipelines > 1 else None
+            self.num_stages = self._pipeline.world_size
         elif self.config.num_pipelines > 1:
             raise ValueError(
                 f"num_pipelines={self.config.num_pipelines!r} needs a process for each stage of each pipeline, and "
@@ -137,9 +139,9 @@ class EAPipe(Method):
         except ValueError:
             self.detach()
             raise
-        warn_of_ignored(self.config, 0 if self.transport is None else self.transport.job.rank)
-        if self.transport is not None:
-            warn_of_one_rank(type(self).__name__, self.transport.job.world_size)
+        warn_of_ignored(self.config, 0 if self._job is None else self._job.rank)
+        if self._job is not None:
+            warn_of_one_rank(type(self).__name__, self._job.world_size)
 
     def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
         """Runs the next passes of the pipeline for a mini-batch, or a part of one, and the updates that are due.
@@ -206,9 +208,9 @@ class EAPipe(Method):
                 stage.finish_backward(step or self.step)
             for stage in self._stages:
                 stage.finish()
-        if not self.flushed and self.transport is not None and self.config.num_pipelines > 1:
-            part = rank_of(places_of(self.transport).rank, self.num_stages)
-            self._compare_weights(self._split.tensors_of(part), part, self.transport, places_of(self.transport))
+        if not self.flushed and self._line is not None:
+            part = rank_of(self._pipeline.rank, self.num_stages)
+            self._compare_weights(self._split.tensors_of(part), part, self._line, self._pipeline)
         self.flushed = True
 
     def forward(self, inputs: Any) -> Any:
@@ -230,20 +232,18 @@ class EAPipe(Method):
         if self.transport is None or not self.cuts or self._gathered:
             return
         self._gathered = True
-        broadcast_from = partial(_broadcast_by, places_of(self.transport))
+        broadcast_from = partial(_broadcast_by, self._pipeline)
         for stage in range(self.num_stages):
             broadcast = partial(broadcast_from, src=rank_of(stage, self.num_stages))
             # Through .data, so that autograd's version counters do not count this as a write to the master.
             exchange_fused([tensor.data for tensor in self._split.tensors_of(stage)], PIECE_MB, broadcast)
         exchange_fused([tensor.data for tensor in self._others], PIECE_MB, broadcast_from)  # with the last stage
-        line = self.transport if self.config.num_pipelines > 1 else None
-        self._compare_weights(self._model.parameters(), 0, places_of(self.transport), line)
+        self._compare_weights(self._model.parameters(), 0, self._pipeline, self._line)
 
     @property
     def data_part(self) -> tuple[int, int]:
         """Which part of the training data this rank's pipeline trains on, from 0 on, and the number of parts."""
-        job = None if self.transport is None else self.transport.job
-        return (0, 1) if job is None else self.config.data_part(job.rank, job.world_size)
+        return (0, 1) if self._job is None else self.config.data_part(self._job.rank, self._job.world_size)
 
     @property
     def cuts(self) -> list[int]:
@@ -294,9 +294,9 @@ class EAPipe(Method):
         nothing.
         """
         own = self._stages[0].weights.optimizer_state() if self._stages else {}
-        if self.transport is None or self.config.num_pipelines == 1:
+        if self._line is None:
             return own
-        of_pipelines = [part["own"] for part in self.transport.collect_states({"own": own}) or []]
+        of_pipelines = [part["own"] for part in self._line.collect_states({"own": own}) or []]
         return mean_state(of_pipelines if self.config.average == "elastic" else of_pipelines[:1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,7 +350,11 @@ class EAPipe(Method):
                     f"algorithm={self.config.algorithm!r} runs on PyTorch's schedules, which send CUDA tensors, and "
                     "backend='gloo' cannot: use backend='nccl', or another algorithm."
                 )
-            split = split_of(self._model, self.config, self.num_stages, self._device)
+            split: ModelSplit
+            if isinstance(self._model, nn.Sequential) and self.config.split_names is None:
+                split = SequentialSplit(self._model, self.config, self.num_stages, self._device)
+            else:
+                split = TracedSplit(self._model, self.config, self.num_stages, self._device)
             check_values(self._model)
             return split, collect_parameters(self._model, [])
 
@@ -358,14 +362,13 @@ class EAPipe(Method):
         if self.transport is not None:
             check_same(self.transport.job, describe(self.config, parameters, self._model))
             tensors = [*self._model.parameters(), *self._model.buffers(), *self._others]
-            for collectives in dict.fromkeys([self.transport, places_of(self.transport)]):  # along a line, and from it
+            for collectives in dict.fromkeys([self.transport, self._pipeline]):  # along a line, and from it
                 exchange_fused(tensors, PIECE_MB, partial(_broadcast_by, collectives))
 
     def _check_gradients(self) -> None:
         """Raises a RuntimeError if the loss depends on another stage's layer directly: its gradient would be lost."""
-        assert self.transport is not None
         self._checked = True
-        stage = rank_of(places_of(self.transport).rank, self.num_stages)
+        stage = rank_of(self._pipeline.rank, self.num_stages)
         held = {id(tensor) for tensor in self._split.tensors_of(stage)}
         for name, layer in self._split.layers:
             if any(parameter.grad is not None and id(parameter) not in held for parameter in layer.parameters()):
@@ -381,16 +384,15 @@ class EAPipe(Method):
         first = rank_of(0, self.num_stages)
 
         def inspect() -> Any:
-            if self.transport is not None and places_of(self.transport).rank != first:
+            if self._job is not None and self._pipeline.rank != first:
                 return None
             with torch.inference_mode(False), torch.enable_grad(), seeded(self.config.seed, 0, None, self._device):
                 return self._split.inspect(source)
 
         try:
             inspected = on_all_ranks(self._job, inspect)
-            if self.transport is not None:
-                holder = line_of(first, self.num_stages, self.config)[0]
-                inspected = self.transport.job.broadcast_object(inspected, holder)
+            if self._job is not None:
+                inspected = self._job.broadcast_object(inspected, line_of(first, self.num_stages, self.config)[0])
             self._make_stages(lambda: self._split.choose(inspected))
         except ValueError:
             self.detach()  # as where the constructor refuses something
@@ -400,10 +402,10 @@ class EAPipe(Method):
 
     def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
         on_all_ranks(self._job, lambda: self._split.cut(choose_cuts()))
-        if self.transport is not None:
+        if self._job is not None:
             stage_of = {id(t): stage for stage in range(self.num_stages) for t in self._split.tensors_of(stage)}
             named = [*self._model.named_parameters(), *self._model.named_buffers()]
-            check_same(self.transport.job, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
+            check_same(self._job, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
         channels = make_channels(self.transport, self.num_stages, self.config)
         try:
             with torch.inference_mode(False):  # the first batch may belong to a validation
@@ -422,20 +424,18 @@ class EAPipe(Method):
 
             kind = partial(MicroBatchedStage, transport=self.transport)
         layers = self._split.layers_of(index)
-        line = self.transport if self.config.num_pipelines > 1 else None
-        pipeline = 0 if line is None else line.rank  # each draws random numbers of its own
+        pipeline = 0 if self._line is None else self._line.rank  # each draws random numbers of its own
         config = replace(self.config, seed=self.config.seed + pipeline)
-        return kind(layers, others, self._optimizer_factory, schedule, config, channels, self._device, line)
+        return kind(layers, others, self._optimizer_factory, schedule, config, channels, self._device, self._line)
 
     def _compare_weights(
         self, tensors: Iterable[Tensor], part: int, among: Collectives, beside: Collectives | None
     ) -> None:
         """Compares parameters of the master, see :func:`check_held`; a collective call of all ranks."""
-        assert self.transport is not None
+        assert self._job is not None
         chosen = set(map(id, tensors))
         named = [(name, parameter) for name, parameter in self._model.named_parameters() if id(parameter) in chosen]
-        job = self.transport.job
-        check_held(job, HeldWeights.of_this_process(job.rank, named, part), among, beside)
+        check_held(self._job, HeldWeights.of_this_process(self._job.rank, named, part), among, beside)
 
 
 def _broadcast_by(collectives: Collectives, flat: Tensor, src: int = 0) -> Handle[Tensor]:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.rng import seeded
@@ -32,6 +31,7 @@ from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
 from lightning_pipesync.methods.ea_pipe.averages import averages_of
 from lightning_pipesync.methods.ea_pipe.channels import Channels, Schedule
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.split import LayerInput
 from lightning_pipesync.methods.ea_pipe.weights import WEIGHTS
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
 

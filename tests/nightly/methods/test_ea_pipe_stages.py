@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_pipesync import EAPipe
-from lightning_pipesync.core import layers as chain
+from lightning_pipesync.methods.ea_pipe import split as chain
 from tests.support.case_table import launch_cases
 from tests.support.ea_pipe_runs import (
     ASYNCHRONOUS,
