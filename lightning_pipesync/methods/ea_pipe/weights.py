@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.marks import versions_of, written_since
 from lightning_pipesync.core.parameters import load_optimizer_state
+from lightning_pipesync.core.torch_private import foreach_zero_
 from lightning_pipesync.methods.ea_pipe.channels import Schedule
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.torch_private import hidden_from_autograd
@@ -302,6 +303,10 @@ class SpecTrainWeights(StageWeights):
         optimizer_step()
         for velocity, before, now in zip(self._velocity, self._before, master, strict=True):
             velocity.lerp_(torch.sub(now, before, out=before), 1 - self._smoothing)
+
+    def reset(self) -> None:
+        super().reset()
+        foreach_zero_(self._velocity)
 
     @torch.no_grad()
     def _predict(self, ahead: int) -> None:
