@@ -20,10 +20,9 @@ from lightning_pipesync.core.comm.tree import piece_bytes
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.eager import choose_early_gathers
+from lightning_pipesync.methods.dear.early_gathers import BucketTimes, choose_early_gathers, simulate_step
 from lightning_pipesync.methods.gradients.low_rank import P, Q
 from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
 from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share

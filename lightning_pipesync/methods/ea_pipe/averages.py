@@ -48,7 +48,7 @@ class StageAverages:
     def __init__(self, weights: StageWeights, read_buffers: Callable[[], list[Tensor]], line: Transport | None) -> None:
         self._weights, self._line = weights, line
         if line is not None:
-            read = weights.master_buffers if weights.replicates_buffers else read_buffers
+            read = weights.master_buffers if weights.has_replicas else read_buffers
             self._buffers = NonTrainableTensors([], read, line, PIECE_MB, same_in_replica=False)
 
     def check_input(self, value: Any) -> None:

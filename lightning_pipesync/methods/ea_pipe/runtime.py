@@ -36,8 +36,7 @@ from lightning_pipesync.methods.ea_pipe.split import ModelSplit, SequentialSplit
 from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, OptimizerFactory, Source
 from lightning_pipesync.methods.ea_pipe.traced import TracedSplit
 from lightning_pipesync.methods.ea_pipe.weights import mean_state
-from lightning_pipesync.methods.method import PIECE_MB, Method
-from lightning_pipesync.methods.metric_info import counted
+from lightning_pipesync.methods.method import PIECE_MB, Method, counted
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 
 #: The settings that determine the structure of a state.

@@ -248,7 +248,7 @@ class ModelStage:
         """Raises a RuntimeError if the layers have replaced a buffer that is replicated."""
         known = {id(buffer) for buffer in self._buffers}
         for name, buffer in self._layers.named_buffers():
-            if id(buffer) not in known and self.weights.replicates_buffers:
+            if id(buffer) not in known and self.weights.has_replicas:
                 raise RuntimeError(
                     f"The layers replace their buffer {name} by another tensor, and each replica needs its own: write "
                     "to it in place, as with copy_()."

@@ -34,8 +34,9 @@ class StageWeights(ABC):
     several states, of which one is loaded. The state of parameters of other stages is dropped.
     """
 
-    #: Whether buffers (such as BatchNorm's averages) have versions, too; if not, all mini-batches share them.
-    replicates_buffers = False
+    #: Whether each version but the master is a replica, with buffers (such as BatchNorm's averages) and a state of the
+    #: optimizer of its own; if not, all mini-batches share them.
+    has_replicas = False
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class StageWeights(ABC):
         schedule: Schedule,
         config: EAPipeConfig,
     ) -> None:
-        self._parameters, self._buffers = parameters, buffers if self.replicates_buffers else []
+        self._parameters, self._buffers = parameters, buffers if self.has_replicas else []
         self._optimizer, self._schedule, self._config = optimizer, schedule, config
         self._master = self.num_copies
         self._tensors = [*self._parameters, *self._buffers]
@@ -72,11 +73,6 @@ class StageWeights(ABC):
     @abstractmethod
     def num_copies(self) -> int:
         """The number of versions of the weights besides the master."""
-
-    @property
-    def num_states(self) -> int:
-        """The number of states of the optimizer."""
-        return 1
 
     @abstractmethod
     def for_forward(self, step: int) -> None:
@@ -169,7 +165,8 @@ class StageWeights(ABC):
         """Sets all states of the optimizer to its current one."""
         current = self._optimizer.state
         held = [parameter for parameter in self._parameters if parameter in current]
-        self._states: list[State] = [{p: deepcopy(dict(current[p])) for p in held} for _ in range(self.num_states)]
+        count = self.num_copies if self.has_replicas else 1
+        self._states: list[State] = [{p: deepcopy(dict(current[p])) for p in held} for _ in range(count)]
         self._put_optimizer_state(0)
 
     def _load_optimizer_state(self, index: int) -> None:
@@ -185,7 +182,7 @@ class StageWeights(ABC):
     def _saved_states(self) -> list[dict[str, Any]]:
         """Returns copies of the optimizer's states in the form of ``Optimizer.state_dict``."""
         found = []
-        for index in range(self.num_states):
+        for index in range(len(self._states)):
             self._load_optimizer_state(index)
             found.append(deepcopy(self._optimizer.state_dict()))
         return found
@@ -194,7 +191,7 @@ class StageWeights(ABC):
 class ElasticReplicas(StageWeights):
     """EA-Pipe: each mini-batch in flight updates its own replica, which is then pulled (Algorithm 1)."""
 
-    replicates_buffers = True
+    has_replicas = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -202,10 +199,6 @@ class ElasticReplicas(StageWeights):
 
     @property
     def num_copies(self) -> int:
-        return self._schedule.num_replicas
-
-    @property
-    def num_states(self) -> int:
         return self._schedule.num_replicas
 
     def for_forward(self, step: int) -> None:

@@ -24,7 +24,6 @@ from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight, Gradi
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 from lightning_pipesync.methods.step import SCALER_RECIPE
 from lightning_pipesync.methods.sync_method import SyncMethod
-from lightning_pipesync.methods.user_steps import StepGuard
 
 
 class GradientPipe(BackPipePolicy):
@@ -37,11 +36,10 @@ class GradientPipe(BackPipePolicy):
         self,
         sync: SyncMethod,
         optimizer: Optimizer,
-        guard: StepGuard,
         parameters: Sequence[NamedParameter],
         queue: CommQueue,
     ) -> None:
-        self.optimizer, self._guard, self._queue = optimizer, guard, queue
+        self.optimizer, self._queue = optimizer, queue
         self._sync, self._transport = sync, sync.transport
         self._config: PipeSGDConfig = sync.config
         self.pipeline: Pipeline[GradientInFlight] = Pipeline(self._config.staleness, self._config.warmup_steps)
@@ -143,7 +141,8 @@ class GradientPipe(BackPipePolicy):
         late = self.pipeline.num_updates - self._due.num_updates
         later = [gradient.hyperparameters for gradient in self.pipeline.in_flight]
         hyperparameters = self._compensated(self._due, late)
-        with profiled("update"), self._guard.stepping(), in_use(self.optimizer, hyperparameters, later):
+        allowed = self._sync.user_steps.allowing(self.optimizer)
+        with profiled("update"), allowed, in_use(self.optimizer, hyperparameters, later):
             optimizer_step()
         self.pipeline.count_update(self._due.num_updates)
         self._due = None

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_new_parameters
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
@@ -68,10 +68,9 @@ class PipeSGD(SyncMethod):
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
         self._at_detach(self._queue.close)
-        rows = zip(self.optimizers, self.user_steps.guards, self._by_optimizer(parameters), strict=True)
         self._pipes: list[GradientPipe] = []
-        for row in rows:
-            pipe = GradientPipe(self, *row, self._queue)
+        for optimizer, of_optimizer in zip(self.optimizers, self._by_optimizer(parameters), strict=True):
+            pipe = GradientPipe(self, optimizer, of_optimizer, self._queue)
             self._at_detach(lambda _, pipe=pipe: pipe.close())  # type: ignore[misc]
             self._pipes.append(pipe)
         self._prediction = PredictionHooks([pipe.predicted for pipe in self._pipes], lambda: self.flushed)
@@ -258,17 +257,17 @@ class PipeSGD(SyncMethod):
             settings |= {name: getattr(config, name) for name in names}
         return settings
 
-    def _problem(self) -> ValueError | None:
+    def _check_support(self) -> None:
         config = self.config
         if config.pipeline_level == 2 and len(self.optimizers) > 1:
-            return ValueError(
+            raise ValueError(
                 f"pipeline_level=2 sends gradients in the backward pass, and with {len(self.optimizers)} optimizers "
                 "it cannot know whose step follows: use pipeline_level=1."
             )
         for optimizer in self.optimizers:
             if config.reduces_learning_rate and not all("lr" in group for group in optimizer.param_groups):
-                return ValueError(
+                raise ValueError(
                     f"delay_compensation={config.delay_compensation!r} changes the learning rate, and "
                     f"{type(optimizer).__name__} has none: use delay_compensation='none'."
                 )
-        return None
+        super()._check_support()
