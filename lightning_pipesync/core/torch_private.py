@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.private_names import require
@@ -342,11 +342,6 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def paths_in(tree: Any) -> list[str]:
-    """Returns the path of each leaf in nested containers, as an index expression."""
-    return [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
