@@ -6,7 +6,6 @@ Each is checked before it is set, or read with a default: see :mod:`lightning_pi
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections import OrderedDict, defaultdict
@@ -146,31 +145,6 @@ def sharded_like(sharded: Tensor, local: Tensor) -> Tensor:
     """Returns a DTensor with ``local`` as this rank's shard, sharded as the DTensor ``sharded`` is."""
     dtensor: Any = type(sharded.detach())
     return cast(Tensor, dtensor(local, sharded._spec, requires_grad=False))  # type: ignore[attr-defined]
-
-
-def number_of_shards(sharded: Tensor) -> int:
-    """Returns into how many shards a DTensor is divided; some ranks of its mesh may hold the same."""
-    spec: Any = sharded._spec  # type: ignore[attr-defined]
-    return math.prod(spec.mesh.size(dim) for dim, place in enumerate(spec.placements) if not place.is_replicate())
-
-
-def place_of_shard(sharded: Tensor) -> tuple[int, ...]:
-    """Returns this rank's place in the dimensions of its mesh along which a DTensor is sharded."""
-    spec: Any = sharded._spec  # type: ignore[attr-defined]
-    places = zip(spec.mesh.get_coordinate(), spec.placements, strict=True)
-    return tuple(place for place, placement in places if not placement.is_replicate())
-
-
-def described_shard(sharded: Tensor) -> str:
-    """Returns a text of what a DTensor is as a whole, and of the place in it of this rank's shard."""
-    spec: Any = sharded._spec  # type: ignore[attr-defined]
-    return f"{tuple(sharded.shape)} {spec.placements} at {spec.mesh.get_coordinate()}"
-
-
-def ranks_of_mesh(sharded: Tensor) -> list[int]:
-    """Returns the ranks of a DTensor's mesh."""
-    ranks: list[int] = sharded.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
-    return ranks
 
 
 def mesh_beside(sharded: Sequence[Tensor]) -> DeviceMesh | None:

@@ -321,21 +321,20 @@ def waits_for_all(watch: str, *names: str) -> Callable[[type[T]], type[T]]:
         names: of methods of a library's class.
     """
 
+    def wrapped(cls: type[Any], name: str) -> Callable[..., Any]:
+        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with waiting_for_all(getattr(self, watch)):
+                return getattr(super(cls, self), name)(*args, **kwargs)
+
+        wait.__name__, wait.__qualname__ = name, f"{cls.__qualname__}.{name}"
+        return override(wait)
+
     def decorate(cls: type[T]) -> type[T]:
         for name in names:
-            setattr(cls, name, override(_waiting_for_all(cls, watch, name)))
+            setattr(cls, name, wrapped(cls, name))
         return cls
 
     return decorate
-
-
-def _waiting_for_all(cls: type[Any], watch: str, name: str) -> Callable[..., Any]:
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(getattr(self, watch)):
-            return getattr(super(cls, self), name)(*args, **kwargs)
-
-    wait.__name__, wait.__qualname__ = name, f"{cls.__qualname__}.{name}"
-    return wait
 
 
 class Waiting:

@@ -14,6 +14,7 @@ fault of one ends the waits of all.
 from __future__ import annotations
 
 import json
+import math
 import queue
 import time
 import warnings
@@ -64,10 +65,6 @@ class Beat:
     ahead: str | None = None  # what it has done that others may not have, in words
     lost_peer: bool = False  # whether another rank has caused that exception
 
-    def __post_init__(self) -> None:
-        if not all(isinstance(value, (int, float)) for value in (self.number, self.at, self.exchanges)):
-            raise TypeError("a number is none")
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -79,10 +76,6 @@ class Fault:
     pid: int
     detail: str  # the exception, or the number of operations
     at: float  # when it happened, in seconds since the start of the job's clock
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.rank, int) and isinstance(self.kind, str)):
-            raise TypeError("rank is no number, or kind no text")
 
 
 class Neighbor:
@@ -157,8 +150,7 @@ class Heartbeat:
         self._keys = [f"pipesync/beat/{peer}" for peer in range(world_size)]
         self._rank, self._number = rank, 0
         self._told: Fault | None = None
-        self._known: tuple[Fault, float] | None = None  # the last fault, and when this thread learned of it
-        self._acted_on: Fault | None = None
+        self._known: tuple[Fault | None, float] = None, 0.0  # the last fault, and when this thread learned of it
         self._forgotten: set[int] = set()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._closing = False
@@ -282,12 +274,10 @@ class Heartbeat:
 
     def _act_on_fault(self) -> None:
         fault, now = self.fault, time.monotonic()
-        if fault is None or fault == self._acted_on:
-            return
-        if self._known is None or self._known[0] != fault:
+        if fault != self._known[0]:
             self._known = fault, now
-        elif now - self._known[1] >= self.interval:
-            self._acted_on = fault
+        elif fault is not None and now - self._known[1] >= self.interval:
+            self._known = fault, math.inf  # acts on it once
             self._on_fault()
 
     def _read(self, keys: list[str], cls: type[T]) -> list[T | None]:
