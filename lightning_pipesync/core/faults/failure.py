@@ -187,7 +187,7 @@ class PeerWatch:
         self._left, self._error = True, None if is_normal_end(error) else error
         last = self._describe(0)
         if has_raised(last) and self.fault is None:
-            self._heartbeat.tell(Fault("raised", self._rank, last.host, last.pid, last.left or "", last.at))
+            self._heartbeat.tell(fault_of("raised", self._rank, last))
             if self._rank == 0:
                 self._wait_until_known({0})
         self._heartbeat.close()
