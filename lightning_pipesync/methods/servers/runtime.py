@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.buckets import buffer_reader, dense_strides, of_one_kind, restore_memory_format
+from lightning_pipesync.core.fingerprints import marks_of, versions_of, written_since
 from lightning_pipesync.core.held_weights import HeldWeights
-from lightning_pipesync.core.marks import marks_of, versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted, parameters_of
