@@ -23,7 +23,6 @@ from lightning_pipesync.methods.dear.bucket import IN_BUCKETS, FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimizer
-from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.dear.policy import DeARPolicy
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
@@ -69,7 +68,6 @@ class DeAR(SyncMethod):
 
     name = "dear"
     config_type = DeARConfig
-    lab = DeARLab
     applies_grad = False
     same_weights = True
     shards_optimizer_state = True

@@ -31,7 +31,6 @@ from lightning_pipesync.methods.ea_pipe.channels import (
     rank_of,
 )
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
 from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
@@ -88,7 +87,6 @@ class EAPipe(PipelineMethod):
 
     name = "ea_pipe"
     config_type = EAPipeConfig
-    lab = EAPipeLab
     config: EAPipeConfig
 
     def __init__(

@@ -22,7 +22,6 @@ from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
-from lightning_pipesync.methods.servers.lab import ParameterServerLab
 from lightning_pipesync.methods.servers.learners import Learner
 from lightning_pipesync.methods.servers.local_learners import LEARNERS
 from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
@@ -69,7 +68,6 @@ class ParameterServer(SyncMethod):
     applies_grad = False  # the servers clip the mean
     name = "parameter_server"
     config_type = ParameterServerConfig
-    lab = ParameterServerLab
     metric_infos = MappingProxyType(
         {
             "updates": MetricInfo("updates that a rank's weights include", over_ranks="max"),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
+from lightning_pipesync.lab.predictions.limits import StepCost
 from lightning_pipesync.methods.dear.eager import choose_early_gathers, gathers_in_gaps
 from lightning_pipesync.methods.gradients.backpipe import BackPipeSchedule
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipeSchedule
