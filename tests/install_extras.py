@@ -105,7 +105,7 @@ assert main(["launch", "--replicas", "2", "train.py"]) == 0
 """,
     "tune": """
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.methods.dear.search import BayesianSearch, Trial
+from lightning_pipesync.methods.dear.fusion_search import BayesianSearch, Trial
 
 search = BayesianSearch(Fusion(bucket_mb=25), 1, 64, 8)
 while not search.converged:

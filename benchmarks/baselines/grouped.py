@@ -18,7 +18,7 @@ from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.execution_order import StepTimes
+from lightning_pipesync.methods.gradients.feedpipe import StepTimes
 
 
 class GroupedAllReduce(OverTransport, BackPipePolicy):

@@ -204,10 +204,10 @@ def _replace(optimizer: Optimizer, replace: Callable[[Tensor], Tensor], convert:
             present[replace(parameter) if isinstance(parameter, Tensor) else parameter] = converted
 
 
-def problem_of_optimizers(
+def check_optimizers_of_shards(
     optimizers: Iterable[Optimizer], elementwise: Iterable[type[Optimizer]], steps_as_they_are: bool
-) -> ValueError | None:
-    """Returns the error if an optimizer would need whole tensors.
+) -> None:
+    """Raises a ValueError if an optimizer would need whole tensors.
 
     Args:
         elementwise: further classes that update each value by itself.
@@ -220,14 +220,13 @@ def problem_of_optimizers(
         if type(optimizer) in (*ELEMENTWISE, *elementwise):
             continue
         if type(optimizer) not in OF_DTENSORS:
-            return ValueError(
+            raise ValueError(
                 f"{name} is not known to be element-wise, as {names} are, and a rank has only a shard of each "
                 f"parameter: use one of these with replicas=, or {others} with a method that averages weights, or a "
                 "model that every rank holds whole."
             )
         if not steps_as_they_are:
-            return ValueError(
+            raise ValueError(
                 f"{name} steps on whole matrices, and this method updates shards of them: use one of {names} with "
                 f"replicas=, or {name} with a method that averages weights."
             )
-    return None

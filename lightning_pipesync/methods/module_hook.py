@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.torch_private import not_compiled
+from lightning_pipesync.methods.method import parameters_of
 
 
 class ModuleHook:
@@ -39,3 +44,42 @@ class EagerHook(ModuleHook):
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.call(*args)
+
+
+class Loads:
+    """Notes whether a state was loaded into a model, or a part that is trained, or into one of its optimizers.
+
+    A part that no optimizer trains is not watched: weights may be loaded into a teacher often.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._noted = False
+        trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        self._hooks = hook_loading(self._note, modules_with(module, trained), optimizers)
+
+    def take(self) -> bool:
+        """Returns whether something was loaded since the last call."""
+        noted, self._noted = self._noted, False
+        return noted
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, *_: object) -> None:
+        self._noted = True
+
+
+def hook_loading(
+    method: Callable[..., None], modules: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()
+) -> list[RemovableHandle]:
+    """Registers hooks that call a bound method after a state was loaded into one of ``modules`` or ``optimizers``."""
+    hook = ModuleHook(method)
+    hooks = [module.register_load_state_dict_post_hook(hook) for module in modules]
+    return hooks + [optimizer.register_load_state_dict_post_hook(hook) for optimizer in optimizers]
+
+
+def modules_with(module: nn.Module, parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """Returns those of ``module`` and its submodules that have some of ``parameters``."""
+    ids = {id(parameter) for parameter in parameters}
+    return [child for child in module.modules() if any(id(local_of(one)) in ids for one in child.parameters())]

@@ -1,4 +1,4 @@
-"""The calls of a step, the same in every loop."""
+"""The calls of a step, the same in every loop, and how methods differ for frameworks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,15 +19,13 @@ from lightning_pipesync.core.norm import norm_of_gradients
 from lightning_pipesync.core.torch_private import found_overflow, has_unscaled, mark_overflow
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.framework_hooks import FrameworkHooks
 from lightning_pipesync.methods.method import Method, parameters_of
-from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepRecord
-from lightning_pipesync.methods.user_steps import UserSteps, not_passed
+from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepRecord, UserSteps, not_passed
 
 T = TypeVar("T")
 
 
-class StepCalls(FrameworkHooks, Method):
+class StepCalls(Method):
     """What a training loop calls in each step, in the order of :class:`Stage`, and with it a method's part of a step.
 
     Attributes:
@@ -36,6 +34,8 @@ class StepCalls(FrameworkHooks, Method):
         data: applies the settings of the training data.
         record: the stage of each optimizer in its step.
         user_steps: runs the steps of the user's optimizers, for :meth:`_step`.
+        applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, once it is reduced.
+        resumes_with_own_weights: whether this rank's own weights are in the module after ``load_state_dict``.
     """
 
     transport: Transport
@@ -44,6 +44,8 @@ class StepCalls(FrameworkHooks, Method):
     data: TrainingData
     record: StepRecord
     user_steps: UserSteps
+    applies_grad: ClassVar[bool] = True
+    resumes_with_own_weights: ClassVar[bool] = False
     _sharded: ShardedOptimizers | None  # of a model that is sharded
     _began = False
 
@@ -183,6 +185,58 @@ class StepCalls(FrameworkHooks, Method):
                 are ranks, or the numbers of batches differ between ranks.
         """
         return self.data.prepare(loader, seed, to_device)
+
+    # --- how methods differ for frameworks, and what these tell them --------------------------------------------------
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether all ranks are at the same step, so that a framework may let them wait for each other at each one."""
+        return True
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the weights may be this rank's own."""
+        return False
+
+    @property
+    def trains_written_weights(self) -> bool:
+        """Whether what a callback writes to the weights after :meth:`flush` stays, and is what training continues from.
+
+        False if an update that is in flight, or the weights of a server, come on top.
+        """
+        return True
+
+    def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors whose ``grad`` must be clipped in the same way as that of ``parameters``."""
+        return []
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this job has left the others, which go on: all of its ranks have, after the same step."""
+        return False
+
+    def handle_sigterm(self, number: int, frame: Any) -> bool:
+        """Called by the handler of SIGTERM; returns False if the method does nothing, otherwise it is to leave.
+
+        Raises:
+            SystemExit: there is nothing to wait for.
+        """
+        return False
+
+    def begin_pass(self) -> None:
+        """Called by a framework before the user's code computes a loss and may read any weights."""
+
+    def end_pass(self) -> None:
+        """Called by a framework after the last backward pass since :meth:`begin_pass`."""
+
+    def finish(self, before_update: Callable[[Optimizer], object]) -> None:
+        """Called by a framework after the last step of a training; a collective call.
+
+        ``before_update`` is called before each further update, when ``p.grad`` holds its gradient.
+        """
+
+    def return_optimizer_states(self) -> None:
+        """Restores the optimizers' whole state, which :meth:`detach` would drop; a collective call."""
 
     # --- a method's part ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,14 +27,13 @@ from lightning_pipesync.core.consistency import (
     collect_consistent_parameters,
     describe_optimizers,
     on_all_ranks,
-    raise_on_all_ranks,
 )
 from lightning_pipesync.core.dtensors import (
     LocalShard,
     ShardedOptimizers,
+    check_optimizers_of_shards,
     is_sharded,
     local_of,
-    problem_of_optimizers,
     reduce_gradient,
 )
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
@@ -42,13 +42,11 @@ from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_g
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
 from lightning_pipesync.core.torch_private import is_dtensor, reshard, watch_collectives
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, group_members
+from lightning_pipesync.methods.module_hook import Loads
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
-from lightning_pipesync.methods.step import StepRecord
+from lightning_pipesync.methods.step import StepRecord, UserSteps
 from lightning_pipesync.methods.step_calls import StepCalls
-from lightning_pipesync.methods.sync_batch_norm import warn_of_sync_batch_norm
-from lightning_pipesync.methods.user_steps import UserSteps
 
 #: What to do where hyper-parameters differ.
 SAME_RATES = (
@@ -125,7 +123,7 @@ class SyncMethod(StepCalls):
         self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
         try:
             parameters = on_all_ranks(self.transport.job, self._agreed_parameters)
-            raise_on_all_ranks(self.transport.job, self._problem() or self._problem_of_shards())
+            on_all_ranks(self.transport.job, self._check_support)
             named = [(parameter.name, parameter.tensor) for parameter in parameters]
             if self.same_optimizer_states:
                 check = partial(check_same_values, self.transport, named, self.optimizers, weights=False)
@@ -133,7 +131,7 @@ class SyncMethod(StepCalls):
             warn_of_ignored(self.config, self.transport.rank)
             if self.config.num_jobs is None:
                 warn_of_one_rank(type(self).__name__, self.transport.world_size)
-            warn_of_sync_batch_norm(type(self).__name__, module, self.transport)
+            _warn_of_sync_batch_norm(type(self).__name__, module, self.transport)
             exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
             check_copies(self.transport, named)
             self._read_buffers = buffer_reader(module)
@@ -229,8 +227,8 @@ class SyncMethod(StepCalls):
         with ExitStack() as until_taken:
             if self._sharded is not None:
                 until_taken.enter_context(self._sharded.given_back())
-            for guard in self.user_steps.guards:  # get_state_dict makes a state that is missing by a step of zeros
-                until_taken.enter_context(guard.stepping())
+            # get_state_dict makes a state that is missing by a step of zeros.
+            until_taken.enter_context(self.user_steps.allowing(*self.optimizers))
             yield
 
     def _at_detach(self, end: Callable[[float], object]) -> None:
@@ -271,26 +269,22 @@ class SyncMethod(StepCalls):
         What it starts or registers it hands to :meth:`_at_detach` at once.
         """
 
-    def _problem(self) -> ValueError | None:
-        """Returns the error if the settings do not support the optimizers; None if they do."""
-        return None
-
-    def _problem_of_shards(self) -> ValueError | None:
-        """Returns the error if settings or optimizers do not support replicas of several ranks, and there are such."""
+    def _check_support(self) -> None:
+        """Raises a ValueError if the settings do not support the optimizers, or replicas of several ranks."""
         if self.transport.shards is None:
-            return None
+            return
         if self.config.injection is not None:
-            return ValueError(
+            raise ValueError(
                 f"injection={self.config.injection!r} sends rows to all ranks, and a replica has "
                 f"{self.transport.ranks_per_replica}: set injection=None with replicas=."
             )
         if self.config.low_rank is not None:
-            return ValueError(
+            raise ValueError(
                 f"low_rank={self.config.low_rank!r} factorizes whole matrices, and a replica of "
                 f"{self.transport.ranks_per_replica} ranks has divided them: set low_rank=None with replicas=."
             )
         elementwise = getattr(self.config, "elementwise", ())
-        return problem_of_optimizers(self.optimizers, elementwise, self.updates_by_own_steps)
+        check_optimizers_of_shards(self.optimizers, elementwise, self.updates_by_own_steps)
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         settings = {"replicas": self._mesh, "readers": readers_of_model(self._module), **self._transport_settings()}
@@ -376,3 +370,21 @@ class SyncMethod(StepCalls):
     def _shared_tensors(self) -> list[Tensor]:
         """Returns the buffers, and what :meth:`flush` makes one rank's of the modules that :meth:`follow` was given."""
         return [*self._read_buffers(), *(tensor for read in self._followed for tensor in read())]
+
+
+def _warn_of_sync_batch_norm(method: str, module: nn.Module, transport: Transport) -> None:
+    """Warns on rank 0 if ``module`` has ``SyncBatchNorm`` and ``method`` communicates over NCCL.
+
+    NCCL's kernels wait for their peers. So operations of two groups must be issued in the same order on all ranks
+    (NCCL's user guide, "Using multiple NCCL communicators concurrently"), and those of two threads are not.
+    """
+    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if not names or transport.rank or transport.world_size == 1 or transport.backend != "nccl":
+        return
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    warnings.warn(
+        f"{method} communicates over NCCL while the forward and backward passes run, in which SyncBatchNorm ({listed}) "
+        "communicates, too. Ranks that issue the two in different orders wait for each other for ever. Use BatchNorm, "
+        "or Gloo: backend='gloo', in strategies process_group_backend='gloo'.",
+        stacklevel=3,
+    )

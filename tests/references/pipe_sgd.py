@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import Codec, get_codec
@@ -172,7 +172,7 @@ class Delayed:
             for one in self.in_flight:
                 zero = 0.0 if self.compensation == "momentum" else 1.0
                 gradients = [None if g is None else g * zero for g in one.own[rank]]
-                update(trial, gradients, one.rates, self.clip, trial=True)
+                update(trial, gradients, one.rates, self.clip)
         set_parameters(self.parameters, parameters_of(trial))
         yield
         set_parameters(self.parameters, true)
@@ -227,20 +227,14 @@ def update(
     gradient: Gradient,
     rates: Sequence[float],
     clip: Callable[[list[Tensor]], object],
-    trial: bool = False,
 ) -> None:
-    """Updates the weights by a gradient, with the learning rate of its step in each group.
-
-    Trial steps on a CPU are fused; here SGD cannot fuse those of parameters of which some have no momentum yet.
-    """
+    """Updates the weights by a gradient, with the learning rate of its step in each group."""
     parameters, now = parameters_of(optimizer), [group["lr"] for group in optimizer.param_groups]
     for p, values in zip_longest(parameters, gradient):  # those that were added since have none
         p.grad = None if values is None else values.clone()
     clip(parameters)
-    begun = {p in optimizer.state for p in parameters if p.grad is not None}
     for group, rate in zip_longest(optimizer.param_groups, rates):
         group["lr"] = group["lr"] if rate is None else rate
-        group["fused"] = trial and (len(begun) < 2 or not isinstance(optimizer, SGD))
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, now, strict=True):
         group["lr"] = rate

@@ -20,13 +20,12 @@ from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.tree import piece_bytes
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.lab.predictions.cluster import Cluster
 from lightning_pipesync.lab.predictions.entry import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
 from lightning_pipesync.lab.predictions.limits import LayerTimes
 from lightning_pipesync.lab.predictions.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.eager import choose_early_gathers
+from lightning_pipesync.methods.dear.early_gathers import BucketTimes, choose_early_gathers, simulate_step
 from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, P, Q, is_factorized
 
 #: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was

@@ -70,14 +70,15 @@ class PipeSGDLab(LabEntry):
         """Measures the prediction of weights, and the copies of gradients to and from buffers."""
         pairs = [(p, p.grad) for p in map(local_of, module.parameters()) if p.grad is not None]
         parameters, gradients = [p for p, _ in pairs], [grad for _, grad in pairs]
-        predicted, bucket = PredictedWeights(optimizer), Bucket(parameters)
+        bucket = Bucket(parameters)
         step = TrialStep({id(p): grad for p, grad in pairs}, current(optimizer))
+        predicted = PredictedWeights(optimizer, lambda: [step])
         clock = Clock(device_of(module))
         moments = [clock.now()]
         for _ in range(REPEATS):
             bucket.pack_gradients(parameters)
             bucket.unpack(gradients)
-            predicted.use([step])
+            predicted.use()
             predicted.forget()
             moments.append(clock.now())
         return MethodWork(median(clock.seconds_between(*pair) for pair in pairwise(moments)))

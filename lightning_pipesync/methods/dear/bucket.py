@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,9 @@ from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
+from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece, slices_in_shard
 from lightning_pipesync.methods.gradients.feedpipe import UnwrittenWeights
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
-from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
 #: Where the states of optimizers are, see :func:`send_away`.
 IN_BUCKETS = "DeAR's buckets have"
@@ -179,34 +178,6 @@ class FusedBucket(GradientBucket):
         if self._dropped is not None:
             self._dropped.zero_()
 
-    def residuals_of_shard(self) -> dict[str, dict[str, Tensor]]:
-        """Returns views of the residual of what this rank all-gathers, by parameter, as :func:`reshard` takes them."""
-        residual = self._dropped if self._feedback is None or self.sharded else self._feedback.shard
-        return {} if residual is None else {name: {"residual": v} for name, v in self._in_shard(residual).items()}
-
-    def gather_residuals(self) -> None:
-        """Gives all ranks of a row the residuals of what these encode, each a slice of it; a collective call."""
-        if self._feedback is not None:
-            self._collectives.gather_contribution(self._feedback)
-
-    def residuals_of_gradients(self) -> dict[str, Tensor]:
-        """Returns views of the residuals of this rank's gradients, by parameter."""
-        if self._feedback is None:
-            return {}
-        return {name: self._feedback.contribution[place] for name, place in self._places.items()}
-
-    def load_residuals(self, of_shard: Mapping[str, Mapping[str, Tensor]], of_gradients: Mapping[str, Tensor]) -> None:
-        """Copies the residuals of the same parameters in other buckets, which were complete."""
-        for name, state in self.residuals_of_shard().items():
-            state["residual"].copy_(of_shard[name]["residual"])
-        for name, values in self.residuals_of_gradients().items():
-            values.copy_(of_gradients[name])
-        if self._feedback is not None:
-            contribution = self._feedback.contribution
-            own = self._collectives.own_contribution(contribution.numel())
-            contribution[: own.start].zero_()
-            contribution[own.stop :].zero_()
-
     def release(self) -> None:
         """Moves every parameter out of the buffer."""
         if self.values is not None:
@@ -215,20 +186,16 @@ class FusedBucket(GradientBucket):
 
     def updated_slices(self, rank: int) -> dict[str, slice]:
         """Returns the slices of the parameters, by name, that a rank updates: whole ones, or those in its shard."""
-        return self.shard_slices(rank) if self.sharded else self.whole_slices()
-
-    def shard_slices(self, rank: int) -> dict[str, slice]:
+        if not self.sharded:
+            return {member.name: slice(0, member.tensor.numel()) for member in self.members}
         shard = self._collectives.shard_slice(self.gradients.flat.numel(), rank)
         return slices_in_shard(shard, self._places)
-
-    def whole_slices(self) -> dict[str, slice]:
-        return {member.name: slice(0, member.tensor.numel()) for member in self.members}
 
     def _in_shard(self, shard: Tensor) -> dict[str, Tensor]:
         """Returns the views of each parameter, by name, of a tensor of the shape of this rank's shard."""
         begin = self._collectives.shard_slice(self.gradients.flat.numel(), self._collectives.rank).start
         views = {}
-        for name, place in self.shard_slices(self._collectives.rank).items():
+        for name, place in self.updated_slices(self._collectives.rank).items():
             start = self._places[name].start - begin
             views[name] = shard[start + place.start : start + place.stop]
         return views
@@ -237,7 +204,7 @@ class FusedBucket(GradientBucket):
         if not self.sharded:
             rows = zip(self._places, self.parameters, self._views, self.gradients.views, strict=True)
             return [Piece(i, *row, None) for i, row in enumerate(rows)]
-        slices = self.shard_slices(self._collectives.rank)
+        slices = self.updated_slices(self._collectives.rank)
         values, gradients = self._in_shard(self._updated), self._in_shard(self.gradient_shard)
         return [
             Piece.in_shard(i, m.name, m.tensor, values[m.name], gradients[m.name], slices[m.name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -14,10 +14,9 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_state
+from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_gradients
-from lightning_pipesync.methods.gradients.reshard import Slices, reshard, whole_state
 
 V = TypeVar("V")
 
@@ -78,29 +77,17 @@ class FusedBuckets:
     def differs_from(self, fusion: Fusion) -> bool:
         return self.names(fusion) != _names(bucket.members for bucket in self.buckets)
 
-    def fuse_anew(self, fusion: Fusion) -> None:
-        """Changes the buckets, and keeps optimizer states and residuals; a collective call, with nothing in flight."""
-        states = _joined(bucket.update.states() for bucket in self.buckets)
-        residuals = _joined(bucket.residuals_of_shard() for bucket in self.buckets)
-        for bucket in self.buckets:
-            bucket.gather_residuals()
-        residuals_of_gradients = _joined(bucket.residuals_of_gradients() for bucket in self.buckets)
-        updated, owned = self._by_rank(FusedBucket.updated_slices), self._by_rank(FusedBucket.shard_slices)
+    def change_fusion(self, fusion: Fusion) -> None:
+        """Makes other buckets of the parameters, whose optimizer states are at hand, with nothing in flight."""
         self.release()
         self._transport.release_memory()
         self._set_buckets(self.divide(fusion))
-        states = reshard(states, updated, self._by_rank(FusedBucket.updated_slices), self._transport)
-        residuals = reshard(residuals, owned, self._by_rank(FusedBucket.shard_slices), self._transport)
-        for bucket in self.buckets:
-            bucket.update.load_states(states)
-            bucket.load_residuals(residuals, residuals_of_gradients)
 
     def optimizer_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
         """Returns the state that an optimizer would have without DeAR; a collective call."""
         buckets = self.of_optimizer(index)
-        old = self._by_rank(FusedBucket.updated_slices, buckets)
-        whole = [_joined(bucket.whole_slices() for bucket in buckets)] * self._transport.world_size
-        states = reshard(_joined(bucket.update.states() for bucket in buckets), old, whole, self._transport)
+        slices = [_joined(b.updated_slices(rank) for b in buckets) for rank in range(self._transport.world_size)]
+        states = gather_states(_joined(bucket.update.states() for bucket in buckets), slices, self._transport)
         return {
             member.tensor: {kind: whole_state(value, member.tensor) for kind, value in states[member.name].items()}
             for bucket in buckets
@@ -159,13 +146,6 @@ class FusedBuckets:
         ]
         self.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}
         self._feedpipe.set_buckets(self.buckets, [parameter.tensor for parameter in self._needed])
-
-    def _by_rank(
-        self, slices_of: Callable[[FusedBucket, int], Slices], buckets: Sequence[FusedBucket] | None = None
-    ) -> list[Slices]:
-        """Returns each rank's slices of the parameters of ``buckets``; None: of all buckets."""
-        buckets = self.buckets if buckets is None else buckets
-        return [_joined(slices_of(bucket, rank) for bucket in buckets) for rank in range(self._transport.world_size)]
 
 
 class OfOptimizer:

@@ -7,12 +7,11 @@ from torch import Tensor
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.methods.dear.bucket import FusedBucket
-from lightning_pipesync.methods.dear.eager import EagerGathers
+from lightning_pipesync.methods.dear.early_gathers import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
-from lightning_pipesync.methods.dear.tuner import FusionTuner
+from lightning_pipesync.methods.dear.fusion_search import FusionTuner
 from lightning_pipesync.methods.gradients.backpipe import BackPipePolicy
-from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
 from lightning_pipesync.methods.step import Stage
 from lightning_pipesync.methods.sync_method import SyncMethod
 

@@ -21,16 +21,14 @@ from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.bucket import IN_BUCKETS, FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.eager import EagerGathers
+from lightning_pipesync.methods.dear.early_gathers import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimizer
+from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
 from lightning_pipesync.methods.dear.policy import DeARPolicy
-from lightning_pipesync.methods.dear.search import Trial
-from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
-from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
-from lightning_pipesync.methods.loads import hook_loading, modules_with
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
+from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -142,8 +140,10 @@ class DeAR(SyncMethod):
         elif self._tuner.change_due and not others:  # whose averaged gradient is in these buckets
             self._queue.wait_all()
             self._feedpipe.wait()
-            if not any(self.transport.exchange_flags(changed).wait()):  # otherwise the old states would replace it
-                self._tuner.change()
+            # What was loaded is to stay, and other parameters make other buckets anyway.
+            if not any(self.transport.exchange_flags(changed).wait()) and self._tuner.change():
+                self.return_optimizer_states()
+                self._fused.change_fusion(self._tuner.fusion)
         # On some rank: nothing may be applied to these buckets.
         if self._finish_backpipe(index, CHANGED * changed) & CHANGED:
             if others:
@@ -405,24 +405,16 @@ class DeAR(SyncMethod):
             **({"topology": str(self.transport.topology)} if with_residuals else {}),
         }
 
-    def _problem_of_shards(self) -> ValueError | None:
-        if self._sharded is None:
-            return None
-        if self.config.update == "sharded":
-            return ValueError(
+    def _check_support(self) -> None:
+        self._shape_settings()
+        for optimizer in self.optimizers:
+            if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+                raise ValueError(
+                    f"{type(optimizer).__name__} wraps another optimizer, which DeAR would not reach: pass that one."
+                )
+        if self._sharded is not None and self.config.update == "sharded":
+            raise ValueError(
                 "update='sharded' divides what a replica of several ranks has divided already: set "
                 "update='replicated', or None, with replicas=."
             )
-        return super()._problem_of_shards()
-
-    def _problem(self) -> ValueError | None:
-        try:
-            self._shape_settings()
-        except ValueError as error:
-            return error
-        for optimizer in self.optimizers:
-            if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-                return ValueError(
-                    f"{type(optimizer).__name__} wraps another optimizer, which DeAR would not reach: pass that one."
-                )
-        return None
+        super()._check_support()

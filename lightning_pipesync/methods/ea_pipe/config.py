@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
 from lightning_pipesync.methods.pipeline import PipelineSettings
-from lightning_pipesync.methods.replicas.elastic import problem_of_force
+from lightning_pipesync.methods.replicas.elastic import check_force
 from lightning_pipesync.methods.setting_types import Seconds
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
@@ -127,8 +127,8 @@ class EAPipeConfig(PipelineSettings):
                 f"average='elastic' would pull weights of which algorithm={self.algorithm!r} has older versions in "
                 f"use: set average='gradients', or algorithm= to one of {', '.join(PULLED)}."
             )
-        if force != "auto" and (problem := problem_of_force("average_force", force, self.num_pipelines, "pipelines")):
-            raise problem
+        if force != "auto":
+            check_force("average_force", force, self.num_pipelines, "pipelines")
 
     @property
     def split_names(self) -> tuple[str, ...] | None:

@@ -35,8 +35,7 @@ from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
 from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
 from lightning_pipesync.methods.ea_pipe.versions import mean_state
-from lightning_pipesync.methods.method import PIECE_MB
-from lightning_pipesync.methods.metric_info import counted
+from lightning_pipesync.methods.method import PIECE_MB, counted
 from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 

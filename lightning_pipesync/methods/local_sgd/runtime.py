@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
-from lightning_pipesync.methods.metric_info import MetricInfo, counted
-from lightning_pipesync.methods.replicas.elastic import force_of, problem_of_force
+from lightning_pipesync.methods.method import MetricInfo, counted
+from lightning_pipesync.methods.replicas.elastic import check_force, force_of
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -86,19 +86,22 @@ class LocalSGD(ElasticReplicaMethod):
         why = f", since a round takes period={self.config.period!r}" if not rounds and unit.num_local_steps else ""
         return f"{counted(rounds, 'round')} in {counted(num_steps, 'step')}{why}"
 
-    def _problem(self) -> ValueError | None:
-        return self._problem_of_force(self.config.num_jobs or 1) or super()._problem()
+    def _check_support(self) -> None:
+        self._check_force(self.config.num_jobs or 1)
+        super()._check_support()
 
-    def _problem_of_force(self, at_least: int = 1) -> ValueError | None:
-        """Returns the error if the force is too large for the replicas of the transport, or ``at_least`` so many."""
-        if self.config.outer_optimizer != "elastic":
-            return None
-        number = max(at_least, replicas_of(self.transport).world_size)
-        return problem_of_force("elastic_force", force_of(self.config.elastic_force, number), number)
+    def _check_force(self, at_least: int = 1) -> None:
+        """Raises a ValueError if the force is too large for the replicas of the transport, or ``at_least`` so many."""
+        if self.config.outer_optimizer == "elastic":
+            number = max(at_least, replicas_of(self.transport).world_size)
+            check_force("elastic_force", force_of(self.config.elastic_force, number), number)
 
     def _new_units(self) -> list[ReplicaUnit]:
-        if (problem := self._problem_of_force()) is not None and dist.get_rank() == 0:  # more have come
-            warnings.warn(f"{problem} That is what it is until there are fewer.", stacklevel=2)
+        try:
+            self._check_force()
+        except ValueError as error:  # more have come
+            if dist.get_rank() == 0:
+                warnings.warn(f"{error} That is what it is until there are fewer.", stacklevel=2)
         return super()._new_units()
 
     def _shape_settings(self) -> dict[str, Any]:

@@ -20,12 +20,10 @@ from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.pipe_sgd.algorithm import Pipeline
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
-from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight
-from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
+from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight, GradientLayout
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 from lightning_pipesync.methods.step import SCALER_RECIPE
 from lightning_pipesync.methods.sync_method import SyncMethod
-from lightning_pipesync.methods.user_steps import StepGuard
 
 
 class GradientPipe(BackPipePolicy):
@@ -38,11 +36,10 @@ class GradientPipe(BackPipePolicy):
         self,
         sync: SyncMethod,
         optimizer: Optimizer,
-        guard: StepGuard,
         parameters: Sequence[NamedParameter],
         queue: CommQueue,
     ) -> None:
-        self.optimizer, self._guard, self._queue = optimizer, guard, queue
+        self.optimizer, self._queue = optimizer, queue
         self._sync, self._transport = sync, sync.transport
         self._config: PipeSGDConfig = sync.config
         self.pipeline: Pipeline[GradientInFlight] = Pipeline(self._config.staleness, self._config.warmup_steps)
@@ -51,7 +48,7 @@ class GradientPipe(BackPipePolicy):
         self._started: GradientInFlight | None = None  # the all-reduce of some of its buckets has started
         self._due: GradientInFlight | None = None  # about to be applied
         self._in_grad: GradientInFlight | None = None  # p.grad are views of its buffers
-        self.predicted = PredictedWeights(optimizer)
+        self.predicted = PredictedWeights(optimizer, self._expected_steps)
         self._set_layout(parameters)
 
     @property
@@ -78,12 +75,6 @@ class GradientPipe(BackPipePolicy):
             "passes of a step but the last under no_sync() (in a LightningModule: "
             "self.trainer.strategy.block_backward_sync()), or use pipeline_level=1."
         )
-
-    def use_predicted_weights(self) -> None:
-        """Swaps in the weights after the updates in flight, as this rank predicts them."""
-        if self._config.predicts and not self.predicted.in_use:
-            expected = [gradient for gradient in self.pipeline.in_flight if gradient.local.is_finite]
-            self.predicted.use([TrialStep(gradient.local.values, gradient.hyperparameters) for gradient in expected])
 
     def local_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` is this rank's part of the gradient that was submitted last."""
@@ -150,7 +141,8 @@ class GradientPipe(BackPipePolicy):
         late = self.pipeline.num_updates - self._due.num_updates
         later = [gradient.hyperparameters for gradient in self.pipeline.in_flight]
         hyperparameters = self._compensated(self._due, late)
-        with profiled("update"), self._guard.stepping(), in_use(self.optimizer, hyperparameters, later):
+        allowed = self._sync.user_steps.allowing(self.optimizer)
+        with profiled("update"), allowed, in_use(self.optimizer, hyperparameters, later):
             optimizer_step()
         self.pipeline.count_update(self._due.num_updates)
         self._due = None
@@ -210,6 +202,13 @@ class GradientPipe(BackPipePolicy):
         if self._config.pipeline_level == 2:
             self._backpipe.hook_gradients(parameter.tensor for parameter in parameters)
         self.predicted.names = {id(parameter.tensor): parameter.name for parameter in parameters}
+
+    def _expected_steps(self) -> list[TrialStep]:
+        """Returns the updates in flight, as this rank predicts them."""
+        if not self._config.predicts:
+            return []
+        expected = [gradient for gradient in self.pipeline.in_flight if gradient.local.is_finite]
+        return [TrialStep(gradient.local.values, gradient.hyperparameters) for gradient in expected]
 
     def _start_all(self) -> GradientInFlight:
         """Starts the all-reduce of all segments of this step's gradient, and returns it."""

@@ -11,8 +11,7 @@ SpecTrain (Chen et al., Section 3.2) predicts from momentum alone, that is, with
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -20,58 +19,27 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.dtensors import LocalShard, give_values
 from lightning_pipesync.core.marks import Version, versions_of, written_since
-from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer
+from lightning_pipesync.core.parameters import modules_with_parameters
+from lightning_pipesync.core.torch_private import Probe, foreach_copy_, in_function_transform, twin_optimizer
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
+from lightning_pipesync.methods.module_hook import EagerHook, ModuleHook
 
 #: MiB of weights of a trial step: enough to keep an accelerator busy, and on a CPU so few that weights and copies stay
 #: in its cache.
 BLOCK_MB, BLOCK_MB_ON_CPU = 64.0, 1.0
-
-#: Maximum MiB of a copied tensor whose memory is kept for the next block.
-KEPT_MB = 16.0
-
-#: Optimizers of which torch has fused steps on a CPU.
-FUSED_ON_CPU = (SGD, Adam, AdamW)
 
 
 @cache
 def _common_attributes() -> frozenset[str]:
     """Returns the attributes that every optimizer has."""
     return frozenset(vars(Probe([torch.zeros(1)])))
-
-
-class Scratch:
-    """Copies of tensors, of at most ``kept_mb`` MiB each, in memory that is reused after :meth:`reset`.
-
-    A processor takes longer to map new memory than to fill it, and what was used last is still in its cache.
-    """
-
-    def __init__(self, kept_mb: float) -> None:
-        self._kept_bytes = kept_mb * MIB
-        self._buffers: dict[torch.dtype, list[Tensor]] = {}
-        self._taken: Counter[torch.dtype] = Counter()
-
-    def reset(self) -> None:
-        """Takes back the memory of all copies."""
-        self._taken.clear()
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy, valid until :meth:`reset`; in new memory if it is large, or on an accelerator."""
-        if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.nbytes > self._kept_bytes:
-            return tensor.clone()
-        buffers, index = self._buffers.setdefault(tensor.dtype, []), self._taken[tensor.dtype]
-        self._taken[tensor.dtype] += 1
-        if index == len(buffers):
-            buffers.append(tensor.new_empty(0))
-        if buffers[index].numel() < tensor.numel():
-            buffers[index] = tensor.new_empty(tensor.numel())
-        return buffers[index][: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 @dataclass(frozen=True)
@@ -84,12 +52,12 @@ class TrialStep:
     gradients: Mapping[int, Tensor | None]
     hyperparameters: Hyperparameters
 
-    def gradient_for(self, parameter: Tensor, scratch: Scratch) -> Tensor | None:
+    def gradient_for(self, parameter: Tensor) -> Tensor | None:
         """Returns a copy of the gradient, since optimizers may change it."""
         if id(parameter) not in self.gradients:
             return None
         gradient = self.gradients[id(parameter)]
-        return torch.zeros_like(parameter) if gradient is None else scratch.copy(gradient)
+        return torch.zeros_like(parameter) if gradient is None else gradient.clone()
 
 
 class PredictedWeights:
@@ -98,16 +66,15 @@ class PredictedWeights:
     A swap exchanges the data of parameters, without a copy unless FSDP2 has sharded them, and only of parameters that
     a trial step updates.
     An optimizer of ``torch.optim`` takes its trial steps block by block. Any other one takes them as a whole, since it
-    may use several parameters at once.
+    may use several parameters at once. ``trial_steps`` returns the steps that are expected; none: nothing is predicted.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, trial_steps: Callable[[], Sequence[TrialStep]]) -> None:
+        self._optimizer, self._trial_steps = optimizer, trial_steps
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a parameter: the parameter, the prediction
         self._moved: list[Tensor] = []
         self._true: list[Tensor] = []  # their data
         self._marks: list[Version] = []  # their versions, once the prediction is swapped in
-        self._scratch = Scratch(KEPT_MB if self._is_torchs_own else 0)  # the others' blocks are the whole model
         self._known = False
         self.in_use = False  # whether the parameters hold the predicted weights
         self.names: dict[int, str] = {}  # of parameters, by id
@@ -117,9 +84,9 @@ class PredictedWeights:
         self.restore()
         self._known = False
 
-    def use(self, steps: Sequence[TrialStep]) -> None:
-        """Swaps in the weights after ``steps``, which count in the first call after :meth:`forget` only."""
-        if self.in_use or not steps:
+    def use(self) -> None:
+        """Swaps in the weights after the expected steps, those of the first call after :meth:`forget`."""
+        if self.in_use or not (steps := self._trial_steps()):
             return
         if not self._known:
             moved = set().union(*(step.gradients for step in steps))
@@ -199,11 +166,9 @@ class PredictedWeights:
         parameters = [parameter for of_group in block.values() for parameter in of_group]
         views = {id(parameter): self._views[id(parameter)][1] for parameter in parameters}
         foreach_copy_(list(views.values()), parameters)
-        self._scratch.reset()
         try:
             twin = self._twin(block, views, first)
             before: list[dict[str, Any]] = [{} for _ in self._optimizer.param_groups]
-            fused = takes_fused_steps(self._optimizer, parameters, [step.gradients for step, _ in steps])
             for step, copy in steps:
                 for index, group in zip(block, twin.param_groups, strict=True):
                     if index < len(step.hyperparameters):  # otherwise the group was added since
@@ -211,10 +176,8 @@ class PredictedWeights:
                         # Values that the optimizer itself has changed in the previous trial step stay.
                         group.update({n: copy[index][n] for n, v in now.items() if not _same(v, before[index].get(n))})
                         before[index] = now
-                        if fused:
-                            group["fused"] = True
                 for parameter in parameters:
-                    views[id(parameter)].grad = step.gradient_for(parameter, self._scratch)
+                    views[id(parameter)].grad = step.gradient_for(parameter)
                 twin.step()
         except (AttributeError, KeyError, TypeError) as error:
             raise RuntimeError(
@@ -229,7 +192,10 @@ class PredictedWeights:
     ) -> Optimizer:
         """Returns an optimizer over the predicted weights that shares no tensor with the user's."""
         state = {
-            views[id(parameter)]: {n: self._copied(value) for n, value in self._optimizer.state[parameter].items()}
+            views[id(parameter)]: {
+                name: value.clone() if isinstance(value, Tensor) else deepcopy(value)
+                for name, value in self._optimizer.state[parameter].items()
+            }
             for of_group in block.values()
             for parameter in of_group
             if parameter in self._optimizer.state
@@ -246,34 +212,69 @@ class PredictedWeights:
             vars(twin).update(deepcopy(attributes, memo))
         return twin
 
-    def _copied(self, value: Any) -> Any:
-        return self._scratch.copy(value) if isinstance(value, Tensor) else deepcopy(value)
-
     @property
     def _is_torchs_own(self) -> bool:
         return type(self._optimizer).__module__.startswith("torch.optim.")
 
 
-def takes_fused_steps(
-    optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Mapping[int, Tensor | None]]
-) -> bool:
-    """Returns whether trial steps on a CPU are torch's fused ones: one pass over memory instead of up to six.
+class PredictionHooks:
+    """Forward passes with gradients enabled run at the predicted weights; state dicts hold the true ones.
 
-    They round in another way than the optimizer's own steps, which stay as the user has chosen them. They ignore
-    strides, and that of SGD needs the momentum of all parameters, or of none. ``gradients`` are those of each step, by
-    the id of their parameter.
+    Within a transform of ``torch.func`` the weights stay what they are.
     """
-    states = [optimizer.state.get(parameter) for parameter in parameters]
-    used = [step.get(id(parameter)) for step in gradients for parameter in parameters]
-    used += [value for state in states if state for value in state.values()]
-    if not all(value.is_contiguous() for value in (*parameters, *used) if isinstance(value, Tensor)):
-        return False
-    always = all(id(parameter) in step for step in gradients for parameter in parameters)
-    if type(optimizer) is SGD and not all(states) and not (always and not any(states)):
-        return False
-    chosen = any(group.get(name) for group in optimizer.param_groups for name in ("differentiable", "foreach"))
-    real = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in parameters)
-    return type(optimizer) in FUSED_ON_CPU and real and not chosen
+
+    def __init__(self, predictions: Sequence[PredictedWeights], is_flushed: Callable[[], bool]) -> None:
+        self._predictions, self._is_flushed = predictions, is_flushed
+        self._saved: nn.Module | None = None  # whose state_dict is being made
+        self._restored: list[PredictedWeights] = []
+
+    def register(self, module: nn.Module) -> list[RemovableHandle]:
+        """Registers the hooks on ``module`` and its submodules."""
+        # Before the hooks of others, such as those of weight_norm, which read the weights. A model that is compiled as
+        # a whole needs the hook of the whole model only: those of its submodules would break its graph.
+        hooks = [module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)]
+        before_child = EagerHook(self._before_forward)
+        for child in modules_with_parameters(module):
+            if child is not module:
+                hooks.append(child.register_forward_pre_hook(before_child, prepend=True))
+        saving, saved = ModuleHook(self._before_saving), ModuleHook(self._after_saving)
+        loading = ModuleHook(self._before_loading)
+        for child in module.modules():
+            hooks.append(child.register_state_dict_pre_hook(saving))
+            hooks.append(child.register_state_dict_post_hook(saved))
+            hooks.append(child.register_load_state_dict_pre_hook(loading))
+        return hooks
+
+    def use_predicted_weights(self) -> None:
+        self._saved = None
+        for predicted in self._predictions:
+            predicted.use()
+
+    def restore_true_weights(self, check: bool = True) -> list[PredictedWeights]:
+        """Restores the true weights; returns the predictions that were in use, see :meth:`PredictedWeights.restore`."""
+        in_use = [predicted for predicted in self._predictions if predicted.in_use]
+        for predicted in in_use:
+            predicted.restore(check)
+        return in_use
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not self._is_flushed() and not in_function_transform():
+            self.use_predicted_weights()
+
+    def _before_saving(self, module: nn.Module, *_: Any) -> None:
+        if self._saved is None or self._saved is module:  # an earlier state_dict of it may have raised
+            self._saved = module
+            self._restored = self.restore_true_weights()
+
+    def _after_saving(self, module: nn.Module, *_: Any) -> None:
+        if self._saved is module:
+            self._saved = None
+            for predicted in self._restored:
+                predicted.use()
+
+    def _before_loading(self, *_: Any) -> None:
+        for predicted in self._predictions:
+            predicted.forget()
 
 
 def _kind(tensor: Tensor) -> tuple[str, str]:

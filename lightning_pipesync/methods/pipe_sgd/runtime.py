@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_new_parameters
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
-from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
+from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, PredictionHooks
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -66,15 +66,16 @@ class PipeSGD(SyncMethod):
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
         self._at_detach(self._queue.close)
-        rows = zip(self.optimizers, self.user_steps.guards, self._by_optimizer(parameters), strict=True)
         self._pipes: list[GradientPipe] = []
-        for row in rows:
-            pipe = GradientPipe(self, *row, self._queue)
+        for optimizer, of_optimizer in zip(self.optimizers, self._by_optimizer(parameters), strict=True):
+            pipe = GradientPipe(self, optimizer, of_optimizer, self._queue)
             self._at_detach(lambda _, pipe=pipe: pipe.close())  # type: ignore[misc]
             self._pipes.append(pipe)
-        self._prediction = PredictionHooks(self._module, self._pipes, self.config.predicts, lambda: self.flushed)
-        self._at_detach(lambda _: self._prediction.remove())
-        self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
+        self._prediction = PredictionHooks([pipe.predicted for pipe in self._pipes], lambda: self.flushed)
+        self._at_detach(lambda _: self._prediction.restore_true_weights(check=False))
+        if self.config.predicts:
+            self._remove_at_detach(self._prediction.register(self._module))
+        self._used_at_flush: list[PredictedWeights] = []  # that were in use at a flush
 
     @property
     def trains_written_weights(self) -> bool:
@@ -112,9 +113,9 @@ class PipeSGD(SyncMethod):
         try:
             yield
         finally:
-            for pipe in restored:
-                pipe.predicted.forget()  # the true weights may have been written to
-                pipe.use_predicted_weights()
+            for predicted in restored:
+                predicted.forget()  # the true weights may have been written to
+                predicted.use()
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Submits this step's gradient, and sets ``p.grad`` to the gradient that is about to be applied.
@@ -122,7 +123,7 @@ class PipeSGD(SyncMethod):
         That one is scaled by the same ``loss_scale``, and is not finite on all ranks if it was not on one: a scaler
         unscales and checks it.
         """
-        self._flushed_pipes.clear()
+        self._used_at_flush.clear()
         if self._has_new_parameters:
             self._take_new_parameters()
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
@@ -187,7 +188,7 @@ class PipeSGD(SyncMethod):
 
     def flush(self) -> None:
         """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""
-        self._flushed_pipes += self._prediction.restore_true_weights()
+        self._used_at_flush += self._prediction.restore_true_weights()
         self._compare_loaded()  # and waits: broadcasts and all-reduces have one order on all ranks
         self._compare_weights()
         self._broadcast_buffers()
@@ -196,9 +197,9 @@ class PipeSGD(SyncMethod):
     def resume(self) -> None:
         """Undoes :meth:`flush`: swaps the predicted weights in again if it was called between forward pass and step."""
         self.flushed = False
-        for pipe in self._flushed_pipes:
-            pipe.use_predicted_weights()
-        self._flushed_pipes.clear()
+        for predicted in self._used_at_flush:
+            predicted.use()
+        self._used_at_flush.clear()
 
     def metrics(self) -> dict[str, float]:
         """See :meth:`Method.metrics`; with several optimizers, the updates of all, and the staleness of the first."""
@@ -254,17 +255,17 @@ class PipeSGD(SyncMethod):
             settings |= {name: getattr(config, name) for name in names}
         return settings
 
-    def _problem(self) -> ValueError | None:
+    def _check_support(self) -> None:
         config = self.config
         if config.pipeline_level == 2 and len(self.optimizers) > 1:
-            return ValueError(
+            raise ValueError(
                 f"pipeline_level=2 sends gradients in the backward pass, and with {len(self.optimizers)} optimizers "
                 "it cannot know whose step follows: use pipeline_level=1."
             )
         for optimizer in self.optimizers:
             if config.reduces_learning_rate and not all("lr" in group for group in optimizer.param_groups):
-                return ValueError(
+                raise ValueError(
                     f"delay_compensation={config.delay_compensation!r} changes the learning rate, and "
                     f"{type(optimizer).__name__} has none: use delay_compensation='none'."
                 )
-        return None
+        super()._check_support()

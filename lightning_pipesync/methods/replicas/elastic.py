@@ -26,11 +26,10 @@ def attracted(num_replicas: int, force: float) -> MakeOptimizer:
     return partial(SGD, lr=num_replicas * force)
 
 
-def problem_of_force(name: str, force: float, num_replicas: int, replicas: str = "replicas") -> ValueError | None:
-    """Returns the error if a force, the setting ``name``, moves the global weights beyond the replicas."""
-    if num_replicas * force <= 1:
-        return None
-    return ValueError(
-        f"{name}={force!r} moves the global weights by {num_replicas * force:.3g} times their distance to "
-        f"{num_replicas} {replicas}, beyond them: set {1 / num_replicas:.3g} at most (EASGD: {replicas} * alpha <= 1)."
-    )
+def check_force(name: str, force: float, num_replicas: int, replicas: str = "replicas") -> None:
+    """Raises a ValueError if a force, the setting ``name``, moves the global weights beyond the replicas."""
+    if (moved := num_replicas * force) > 1:
+        raise ValueError(
+            f"{name}={force!r} moves the global weights by {moved:.3g} times their distance to {num_replicas} "
+            f"{replicas}, beyond them: set {1 / num_replicas:.3g} at most (EASGD: {replicas} * alpha <= 1)."
+        )

@@ -18,7 +18,7 @@ from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.notice import STATUS
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.metric_info import MetricInfo
+from lightning_pipesync.methods.method import MetricInfo
 from lightning_pipesync.methods.replicas.departure import Departure
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
@@ -231,14 +231,13 @@ class ElasticReplicaMethod(RegroupedReplicaMethod):
             asks = of_step is None or starts
             self._sections.run(section, self.snapshot(of_step), asks=asks, leaves_by=leaves_by)
 
-    def _problem_of_jobs(self) -> ValueError | None:
-        if self.transport.world_size == 1:
-            return None
-        return ValueError(
-            f"lighthouse={self.config.lighthouse!r} makes each job a replica, and this job has "
-            f"{self.transport.world_size} of them: start a process for each, or shard the model among all ranks of the "
-            "job, or leave lighthouse out to have the replicas in this job."
-        )
+    def _check_jobs(self) -> None:
+        if self.transport.world_size > 1:
+            raise ValueError(
+                f"lighthouse={self.config.lighthouse!r} makes each job a replica, and this job has "
+                f"{self.transport.world_size} of them: start a process for each, or shard the model among all ranks of "
+                "the job, or leave lighthouse out to have the replicas in this job."
+            )
 
     def _detach(self, timeout_s: float) -> None:
         if self._sections is not None:

@@ -19,9 +19,8 @@ from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
-from lightning_pipesync.methods.loads import hook_loading, modules_with
-from lightning_pipesync.methods.method import group_members
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo
+from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, group_members
+from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.replicas.flags import LOADED, check_flags, exchange_flags
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
@@ -115,17 +114,19 @@ class ReplicaMethod(SyncMethod):
         check_group_size(size, dist.get_world_size())
         return {"topology": "rows", "torus_columns": size}
 
-    def _problem(self) -> ValueError | None:
+    def _check_support(self) -> None:
         share, number = self.config.participation, replicas_of(self.transport).world_size
         if number_of_participants(share, number) == 0:
-            return ValueError(
+            raise ValueError(
                 f"participation={share!r} of {number} replicas gives none to average: set at least {1 / number:.3g}."
             )
-        return None if self.config.lighthouse is None else self._problem_of_jobs()
+        if self.config.lighthouse is not None:
+            self._check_jobs()
+        super()._check_support()
 
-    def _problem_of_jobs(self) -> ValueError | None:
-        """Returns the error if the replicas cannot be jobs of their own."""
-        return ValueError(
+    def _check_jobs(self) -> None:
+        """Raises a ValueError if the replicas cannot be jobs of their own."""
+        raise ValueError(
             f"lighthouse={self.config.lighthouse!r} has no effect on {type(self).__name__}: let it inherit from "
             "ElasticReplicaMethod in place of ReplicaMethod, or leave lighthouse out."
         )

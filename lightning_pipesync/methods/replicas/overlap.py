@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
-from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipe, UnwrittenWeights
+from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe, UnwrittenWeights
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.replicas.gradient_change import SyncDecision
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger

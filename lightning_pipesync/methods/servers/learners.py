@@ -23,7 +23,7 @@ from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.messages import Gradient, Push, Request, UpdateSettings
 from lightning_pipesync.methods.servers.router import MessageRouter
 from lightning_pipesync.methods.servers.shards import SharedBucket
-from lightning_pipesync.methods.user_steps import UserSteps
+from lightning_pipesync.methods.step import UserSteps
 
 T = TypeVar("T")
 Hooks: TypeAlias = list[RemovableHandle]

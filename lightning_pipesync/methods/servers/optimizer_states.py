@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.guarded_states import at_hand, bring_back, send_away
 from lightning_pipesync.core.torch_private import map_tensors
-from lightning_pipesync.methods.gradients.reshard import reshard, whole_state
+from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_state
 from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 
 
@@ -114,10 +114,8 @@ class ServedOptimizers:
             {name: place for bucket in buckets for name, place in bucket.slices(server).items()}
             for server in range(self._num_servers)
         ]
-        old: list[dict[str, slice]] = [*of_server, *({} for _ in range(world_size - self._num_servers))]
-        members = [member for bucket in buckets for member in bucket.members]
-        whole = {member.name: slice(0, member.tensor.numel()) for member in members}
-        return reshard(part, old, [whole] * world_size, self._transport)
+        slices: list[dict[str, slice]] = [*of_server, *({} for _ in range(world_size - self._num_servers))]
+        return gather_states(part, slices, self._transport)
 
 
 def _on_host(value: Tensor) -> Tensor:

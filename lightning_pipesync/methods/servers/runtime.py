@@ -17,9 +17,8 @@ from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.core.marks import marks_of, versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.loads import hook_loading, modules_with
-from lightning_pipesync.methods.method import parameters_of
-from lightning_pipesync.methods.metric_info import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted, parameters_of
+from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.learners import Learner
@@ -403,25 +402,17 @@ class ParameterServer(SyncMethod):
     def _learner_type(self) -> type[Learner]:
         return LEARNERS.get(self.config.policy, Learner)
 
-    def _problem_of_shards(self) -> ValueError | None:
-        if self._sharded is None:
-            return None
-        return ValueError(
-            "A parameter server answers each rank by itself, so that the shards of a replica would be of different "
-            "weights: use another method, or give every rank the whole model."
-        )
-
-    def _problem(self) -> ValueError | None:
-        kind = self._learner_type
-        try:
-            num_servers = self.config.roles(self.transport.world_size).num_servers
-            if kind.moves_weights and len(self.optimizers) > 1:
-                raise ValueError(
-                    f"policy={self.config.policy!r} takes the steps of one optimizer, and there are "
-                    f"{len(self.optimizers)}: choose another policy."
-                )
-            for optimizer in () if kind.owns_optimizer else self.optimizers:
-                self.config.check_optimizer(optimizer, num_servers)
-        except ValueError as error:
-            return error
-        return None
+    def _check_support(self) -> None:
+        kind, num_servers = self._learner_type, self.config.roles(self.transport.world_size).num_servers
+        if kind.moves_weights and len(self.optimizers) > 1:
+            raise ValueError(
+                f"policy={self.config.policy!r} takes the steps of one optimizer, and there are "
+                f"{len(self.optimizers)}: choose another policy."
+            )
+        for optimizer in () if kind.owns_optimizer else self.optimizers:
+            self.config.check_optimizer(optimizer, num_servers)
+        if self._sharded is not None:
+            raise ValueError(
+                "A parameter server answers each rank by itself, so that the shards of a replica would be of different "
+                "weights: use another method, or give every rank the whole model."
+            )

@@ -15,8 +15,7 @@ from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import encode_with_feedback
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_add_
-from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
-from lightning_pipesync.methods.gradients.reshard import slices_in_shard
+from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece, slices_in_shard
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 
 

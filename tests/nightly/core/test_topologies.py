@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.transport import Transport
@@ -21,7 +20,7 @@ from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from tests.references.collectives import values
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_raised, call_on_hosts, raised
-from tests.support.models import Run, assert_same
+from tests.support.models import Run
 
 RANKS, COLUMNS = 4, 2
 HOSTS = RANKS // COLUMNS
@@ -59,17 +58,6 @@ def with_other_codecs() -> tuple[str, str] | None:
     return raised(lambda: Run(DeAR, compression="none" if dist.get_rank() else "int8"))
 
 
-def change_buckets(update: str) -> dict[str, Tensor]:
-    """Trains with residuals that move to other buckets."""
-    run = Run(DeAR, update=update, compression="int8", fusion="buffer", bucket_mb=1e-4, **TORUS)
-    for bucket_mb in (2e-4, 1.0, 1e-4):
-        run.steps(range(3))
-        run.sync.synchronize()
-        run.sync._fused.fuse_anew(Fusion(bucket_mb=bucket_mb))
-    run.steps(range(3))
-    return run.end()
-
-
 def resume_elsewhere() -> list[tuple[str, str] | None]:
     """Loads a state where there are no residuals in another topology, and then residuals of another topology."""
 
@@ -98,7 +86,6 @@ def resume_elsewhere() -> list[tuple[str, str] | None]:
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:
     cases: dict[Any, Any] = {key: partial(call_on_hosts, COLUMNS, bytes_to_other_hosts, *key) for key in LEAVING}
-    cases |= {update: partial(change_buckets, update) for update in ("sharded", "replicated")}
     cases["codecs"] = partial(call_on_hosts, COLUMNS, with_other_codecs)
     return launch_cases({**cases, "resume": resume_elsewhere}, RANKS)
 
@@ -117,12 +104,6 @@ def test_on_a_tree_every_rank_updates_all_weights() -> None:
         assert DeARConfig(topology="tree", **settings).usual_update == "replicated"
     with pytest.raises(ValueError, match=r"update='sharded' needs a shard on every rank, and topology='tree' .* roots"):
         DeARConfig(topology="tree", update="sharded")
-
-
-def test_the_weights_of_all_ranks_are_the_same_when_buckets_change(outcomes: Outcomes) -> None:
-    for update in ("sharded", "replicated"):
-        for weights in outcomes[update]:
-            assert_same(weights, outcomes[update][0])
 
 
 def test_what_cannot_be_on_a_torus_is_refused(outcomes: Outcomes) -> None:

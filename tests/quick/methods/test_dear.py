@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers
-from lightning_pipesync.methods.dear import DeAR, eager
+from lightning_pipesync.methods.dear import DeAR, early_gathers
+from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_refused, on_ranks, raised
 from tests.support.lost_ranks import wait_for
@@ -116,7 +116,7 @@ def in_pieces(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGa
 
 def train_eagerly(schedule: Schedule, **settings: Any) -> tuple[dict[str, Tensor], float]:
     """Returns the weights, and the number of early all-gathers of a step."""
-    with patch.object(eager, "choose_early_gathers", schedule):
+    with patch.object(early_gathers, "choose_early_gathers", schedule):
         run = Run(DeAR, "adamw", update="replicated", fusion="none", **settings)
         run.steps(range(STEPS))
         run.sync.flush()

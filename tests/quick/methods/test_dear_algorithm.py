@@ -7,9 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.lab.predictions.limits import StepCost
-from lightning_pipesync.methods.dear.eager import choose_early_gathers, gathers_in_gaps
+from lightning_pipesync.methods.dear.early_gathers import (
+    BucketTimes,
+    EarlyGathers,
+    choose_early_gathers,
+    gathers_in_gaps,
+    simulate_step,
+)
 from lightning_pipesync.methods.gradients.backpipe import BackPipeSchedule
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipeSchedule
 from tests.quick.methods.test_dear import whole

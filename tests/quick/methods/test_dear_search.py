@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.methods.dear import DeAR
-from lightning_pipesync.methods.dear.search import SEARCHES, Trial
+from lightning_pipesync.methods.dear.fusion_search import SEARCHES, Trial
 from tests.support.case_table import launch_cases
 from tests.support.method_runs import backwards
 from tests.support.models import Averaged, Run, assert_same, state

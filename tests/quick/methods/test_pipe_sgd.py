@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import CODECS
-from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig, layout
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig, gradient
 from tests.references.pipe_sgd import flat, simulate
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_raised, assert_refused, on_ranks, raised
@@ -81,7 +81,7 @@ def set_rate(optimizer: Optimizer, loop: dict[str, Any], step: int) -> None:
 
 def train(case: str, resumed_at: int | None = None) -> tuple[list[Tensor], dict[str, float]]:
     """Returns the weights after each step, and after the pipeline is drained if the settings say so; and metrics."""
-    with mock.patch.object(layout, "SHARD_OF_PIECE", CASES[case][2].get("piece", layout.SHARD_OF_PIECE)):
+    with mock.patch.object(gradient, "SHARD_OF_PIECE", CASES[case][2].get("piece", gradient.SHARD_OF_PIECE)):
         return train_on(*CASES[case], resumed_at)
 
 
