@@ -89,22 +89,21 @@ class Neighbor:
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self._every_s = min(LISTEN_S, timeout_s * LISTEN_FRACTION)
-        self._last_heard: float | None = None  # by the clock of the caller
+        self._last_heard = -math.inf  # by the clock of the caller
         self._number, self._silent_s = -1, 0.0
         self.rank = rank
         self._pass_on()
 
     def is_due(self, now: float) -> bool:
         """Returns whether :meth:`hear` is to be called, at ``now`` seconds; never, if all others have ended."""
-        return self.rank != self._rank and (self._last_heard is None or now >= self._last_heard + self._every_s)
+        return self.rank != self._rank and now >= self._last_heard + self._every_s
 
     def hear(self, beat: Beat, now: float) -> bool:
         """Takes the last beat of :attr:`rank`; returns whether it has been silent for the timeout.
 
         Of the time since the last call, as much counts as is usual: this process may have been frozen itself.
         """
-        elapsed = 0.0 if self._last_heard is None else min(now - self._last_heard, 2 * self._every_s)
-        self._last_heard = now
+        elapsed, self._last_heard = min(now - self._last_heard, 2 * self._every_s), now
         if beat.left is not None:
             self._pass_on()
             return False
@@ -160,6 +159,7 @@ class Heartbeat:
             self.call(self._begin, timeout_s)  # the store is slow when many ranks ask at the same time
         except RuntimeError:
             self._closing = True
+            join_thread(self._thread, 0.0)
             raise
 
     @property
