@@ -152,7 +152,7 @@ class Heartbeat:
         self._known: tuple[Fault | None, float] = None, 0.0  # the last fault, and when this thread learned of it
         self._forgotten: set[int] = set()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._closing = False
+        self._closing = self._answers = False  # whether the store answers; it may never again once it does not
         self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
         self._thread.start()
         try:
@@ -233,24 +233,24 @@ class Heartbeat:
     def _begin(self) -> None:
         # A later watch of the same process, also in a later group if an agent keeps the store, has other keys.
         number = self._store.add(f"pipesync/watches/{self._rank}", 1)
-        self._store = dist.PrefixStore(f"pipesync/{number}", self._store)
+        self._store, self._answers = dist.PrefixStore(f"pipesync/{number}", self._store), True
 
     def _run(self) -> None:
         self._jobs.get()()
-        answers = True  # the store; otherwise it is gone for good
         while not self._closing:
-            if answers:
+            if self._answers:
                 try:
                     self._beat()
                     self._learn_fault()
                     self._act_on_fault()
                     self._listen()
                 except RuntimeError:
-                    answers = False
+                    self._answers = False
             with suppress(queue.Empty):
                 self._jobs.get(timeout=self.interval)()
-        with suppress(RuntimeError):
-            self._beat()
+        if self._answers:
+            with suppress(RuntimeError):
+                self._beat()
 
     def _beat(self) -> None:
         self._number += 1

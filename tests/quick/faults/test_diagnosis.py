@@ -6,11 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_pipesync.core.faults.diagnosis import find_fault
 from lightning_pipesync.core.faults.errors import is_connection_error
 from lightning_pipesync.core.faults.failure import PeerWatch
-from lightning_pipesync.core.faults.heartbeat import Beat, Neighbor
+from lightning_pipesync.core.faults.heartbeat import Beat, Heartbeat, Neighbor
 from tests.support.harness import on_ranks
 
 
@@ -89,6 +90,19 @@ def test_each_listens_to_the_next_that_has_not_ended() -> None:
     neighbor = Neighbor(0, 2, 8.0)
     neighbor.hear(Beat(1), 0.0)
     assert [neighbor.is_due(now) for now in (0.5, 1.0)] == [False, True]
+
+
+@pytest.mark.parametrize("text", ["no JSON", '"a"', '{"of": "another version"}'])
+def test_what_no_rank_has_written_is_reported_and_ignored(text: str, recwarn: pytest.WarningsRecorder) -> None:
+    store = dist.HashStore()
+    for key in ("pipesync/1/pipesync/beat/1", "pipesync/1/pipesync/fault"):
+        store.set(key, text)
+    heartbeat = Heartbeat(store, 0, 2, 8.0, Beat, lambda: None, lambda *_: None)
+    assert heartbeat.read()[1] == Beat()
+    heartbeat.close()
+    assert heartbeat.fault is None
+    said = {str(warning.message).partition(",")[0] for warning in recwarn}
+    assert said == {f"The job's store has {text.encode()!r} under 'pipesync/{key}'" for key in ("beat/1", "fault")}
 
 
 def survive_a_loss() -> dict[int, Any]:
