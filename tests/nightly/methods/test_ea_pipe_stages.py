@@ -253,30 +253,6 @@ def test_a_buffer_that_the_layers_write_to() -> None:
 # --- on processes -----------------------------------------------------------------------------------------------------
 
 
-class Splits(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.tanh(), x.sigmoid()
-
-
-class Ends(nn.Module):
-    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
-        return parts[0] * parts[1]
-
-
-def with_pairs() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
-
-
-def train_pairs(algorithm: str) -> list[Tensor]:
-    model = with_pairs()
-    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], algorithm=algorithm, split=(3,))
-    train_on(engine, range(4))
-    engine.gather()
-    engine.detach()
-    return [tensor.detach() for tensor in model.state_dict().values()]
-
-
 def feed_differently(algorithm: str) -> tuple[str, str] | None:
     engine = EAPipe(layers(), None, OPTIMIZERS["sgd"], algorithm=algorithm, split=CUTS[2])
     x, y = batch(0, 0)
@@ -296,21 +272,6 @@ def test_different_batches_are_noticed() -> None:
     outcomes = launch_cases(cases, 2, launch=launch)  # messages are left behind that nobody receives
     for refused in (*outcomes["gpipe"], outcomes["ea_pipe"][0]):
         assert_raised(refused, "RuntimeError", "different mini-batches")
-
-
-def test_a_tuple_between_synchronous_stages() -> None:
-    """And BatchNorm has seen each micro-batch once, not what shapes are looked at with."""
-    model = with_pairs()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for t in range(4):
-        x, y = batch(t, 0)
-        optimizer.zero_grad()
-        for part in (slice(0, 4), slice(4, 8)):
-            (nn.functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
-        optimizer.step()
-    outcomes = launch_cases({one: partial(train_pairs, one) for one in ("gpipe", "1f1b")}, 2)
-    for outcome in outcomes["gpipe"] + outcomes["1f1b"]:
-        torch.testing.assert_close(outcome, [tensor.detach() for tensor in model.state_dict().values()])
 
 
 # --- which layers a stage gets ----------------------------------------------------------------------------------------
