@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, buffer_reader, plan_buckets
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
-from lightning_pipesync.core.marks import versions_of, written_since
+from lightning_pipesync.core.fingerprints import versions_of, written_since
 from lightning_pipesync.core.parameters import load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_zero_
 from lightning_pipesync.methods.ea_pipe.channels import Schedule
