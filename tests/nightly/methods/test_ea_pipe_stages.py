@@ -266,12 +266,23 @@ def feed_differently(algorithm: str) -> tuple[str, str] | None:
     return refused
 
 
+def flush_earlier() -> tuple[str, str] | None:
+    """The first stage flushes the pipeline where the last one expects another mini-batch."""
+    engine = engine_on(layers(), virtual_stages=None, split=CUTS[2])
+    train_on(engine, range(3))
+    refused = raised(engine.flush if torch.distributed.get_rank() else lambda: train_on(engine, range(3, 4)))
+    engine.detach(timeout_s=1.0)
+    return refused
+
+
 def test_different_batches_are_noticed() -> None:
     """By the last stage; the others notice that it is gone, if they do not compare the batches themselves."""
-    cases = {algorithm: partial(feed_differently, algorithm) for algorithm in ("gpipe", "ea_pipe")}
+    cases: dict[str, Any] = {one: partial(feed_differently, one) for one in ("gpipe", "ea_pipe")}
+    cases["flushes"] = flush_earlier
     outcomes = launch_cases(cases, 2, launch=launch)  # messages are left behind that nobody receives
     for refused in (*outcomes["gpipe"], outcomes["ea_pipe"][0]):
         assert_raised(refused, "RuntimeError", "different mini-batches")
+    assert_raised(outcomes["flushes"][0], "RuntimeError", "Stage 1 has sent the end of its mini-batches")
 
 
 # --- which layers a stage gets ----------------------------------------------------------------------------------------
