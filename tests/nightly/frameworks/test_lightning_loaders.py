@@ -85,7 +85,7 @@ LOADERS: list[tuple[str, dict[str, Any], str, str, list[int] | None]] = [
 #: Loaders that cannot be used, settings, and what is said.
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("few samples", {}, ["1 samples", "2 ranks"]),
-    ("other lengths", {}, ["[2, 4]", "limit_train_batches"]),
+    ("other lengths", {}, ["rank 0 has 2, rank 1 has 4", "limit_train_batches"]),
     ("no batches", {"injection": (0.5, 0.5)}, ["injection=", "batch_size=None"]),
 ]
 
