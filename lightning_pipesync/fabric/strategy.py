@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.buckets import buffer_reader, unshare_storage
 from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.faults.failure import waits_for_all
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.core.rng import set_rng_states
-from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
