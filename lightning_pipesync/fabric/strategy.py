@@ -195,7 +195,7 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin):
         method.reduce(optimizer, self._scaler)
         return method, optimizer
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
