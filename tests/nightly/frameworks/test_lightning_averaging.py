@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from tests.nightly.frameworks.test_lightning_events import Watch
 from tests.references.selsync import mean
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
 from tests.support.lightning_models import LOCAL, Classifier, make_strategy, train_loader, trainer, val_loader
 
 Settings = dict[str, Any]
@@ -155,8 +154,6 @@ SWA_OF_DDP: dict[str, tuple[Settings, bool]] = {
     "servers, plain": (SERVERS, False),
 }
 SWA_RESUMED = {name: {"name": name} for name in ("selsync", "local_sgd")}
-#: With BatchNorm.
-SWA_REFUSED = {"pipe_sgd": {"name": "pipe_sgd"}, "parameter_server": {"name": "parameter_server"}}
 
 
 def resumed_swa(folder: Path, settings: Settings) -> list[Tensor]:
@@ -182,15 +179,7 @@ def trained(folder: Path) -> Outcomes:
     for name, (given, batch_norm) in SWA_OF_DDP.items():
         cases["swa", name, batch_norm] = partial(swa, given, Swa, batch_norm=batch_norm)
     cases |= {("resumed", name): partial(resumed_swa, folder / name, given) for name, given in SWA_RESUMED.items()}
-    for name, given in SWA_REFUSED.items():
-        cases["refused", name] = partial(raised, partial(swa, given, Swa, batch_norm=True))
-    cases["one rank"] = on_one_rank
     return launch_cases(cases, 2, init=False)
-
-
-def on_one_rank() -> tuple[str, str] | None:
-    callback = ema if os.environ["RANK"] == "0" else pl.Callback
-    return raised(lambda: average(Path("/nowhere"), {"name": "dear"}, callback))
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -233,14 +222,3 @@ def test_a_stochastic_average_that_is_resumed_is_the_same_on_all_ranks(name: str
     for whole, resumed in trained["resumed", name]:
         assert torch.equal(whole, trained["resumed", name][0][0])
         assert torch.equal(resumed, whole)
-
-
-@pytest.mark.parametrize("name", SWA_REFUSED)
-def test_an_average_that_would_be_overwritten_is_refused(name: str, trained: Outcomes) -> None:
-    for outcome in trained["refused", name]:
-        assert_refused({"StochasticWeightAveraging": outcome, name: outcome})
-
-
-def test_a_running_average_on_one_rank_is_refused(trained: Outcomes) -> None:
-    for outcome in trained["one rank"]:
-        assert_refused({"rank 0 has EMAWeightAveraging, rank 1 has none": outcome})

@@ -22,9 +22,9 @@ from lightning_pipesync import SelSync, SelSyncStrategy
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.example_method import Averaging
 from tests.conformance.methods import register_method
-from tests.nightly.frameworks.test_lightning_events import Fetching, TwoOptimizers
+from tests.nightly.frameworks.test_lightning_events import TwoOptimizers
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
+from tests.support.harness import raised
 from tests.support.lightning_models import Classifier, Memory, regression, train_loader, trainer
 
 #: Of a progress bar, which cuts long lines off.
@@ -108,18 +108,13 @@ ROWS: list[tuple[type[Classifier], dict[str, Any], list[int]]] = [
 ]
 
 
-def refuse_injection(folder: Path) -> tuple[str, str] | None:
-    run = trainer(SelSyncStrategy(injection=(0.5, 0.5)), 2, folder)
-    return raised(lambda: run.fit(Fetching(), train_loader()))
-
-
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {case: partial(fit, *case, 2, folder) for case in CASES}
     cases["crash"] = partial(fit, PACKAGES[0], "selsync", 2, folder, raises_at=2)
     for index, (make, how, _) in enumerate(ROWS):
         cases["rows", index] = partial(log_rows, folder, make, **how)
-    return launch_cases({**cases, "refused": partial(refuse_injection, folder)}, 2, init=False)
+    return launch_cases(cases, 2, init=False)
 
 
 @pytest.mark.parametrize(("package", "name"), CASES)
@@ -188,12 +183,6 @@ def test_every_row_has_the_metrics(index: int, trained: Outcomes) -> None:
         for _, names in in_epoch:
             assert {"selsync/lssr", "selsync/mib_sent", "selsync/exposed_seconds"} <= names
         assert measured == 1 + len(rows)
-
-
-def test_injection_needs_a_batch(trained: Outcomes) -> None:
-    """A training step that takes the iterator shows none."""
-    for outcome in trained["refused"]:
-        assert_refused({"injection=(0.5, 0.5)": outcome, "dataloader_iter": outcome})
 
 
 @pytest.mark.parametrize(("package", "name"), CASES)
