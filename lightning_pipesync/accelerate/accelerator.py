@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_pipesync.accelerate import loaders
 from lightning_pipesync.accelerate.elastic import ElasticLoader, divided_anew
-from lightning_pipesync.accelerate.epochs import EpochLoader
 from lightning_pipesync.accelerate.launched import (
     check_method,
     check_num_processes,
@@ -158,7 +157,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._synchronizes or not trained:
             # On the CPU, Accelerate would wrap it in DistributedDataParallel, which refuses models without gradients.
             return super().prepare_model(model, device_placement, evaluation_mode or self._synchronizes)
-        self._refuse_pipeline("prepare(model, optimizer)")
+        self._refuse_pipeline()
         known = self._sessions.wrapper_of(model)
         # evaluation_mode=True: everything but the wrapper DistributedDataParallel.
         prepared = super().prepare_model(known.module if known else model, device_placement, evaluation_mode=True)
@@ -174,7 +173,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if not self._synchronizes:
             return prepared
-        self._refuse_pipeline("prepare(model, optimizer)")
+        self._refuse_pipeline()
         if prepared.scaler is not None:
             check_unscaling(prepared.optimizer, "mixed_precision='fp16'", "a method")
         if not isinstance(prepared, SynchronizedOptimizer):
@@ -295,7 +294,7 @@ class PipeSyncAccelerator(SavingAccelerator):
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Returns the loader without its first batches, to resume within an epoch."""
-        if isinstance(dataloader, (EpochLoader, ElasticLoader)):
+        if isinstance(dataloader, (loaders.EpochLoader, ElasticLoader)):
             return dataloader.skip_first_batches(num_batches)
         if loaders.uses_work_queue(dataloader):  # the queue resumes where it was
             return dataloader
@@ -385,8 +384,12 @@ class PipeSyncAccelerator(SavingAccelerator):
             yield
 
     def metrics(self) -> dict[str, float]:
-        """Returns this rank's metrics of the method, for logging, by ``METHOD/METRIC``."""
-        return {} if self.pipesync is None else self._sessions.metrics(self.pipesync.method)
+        """Returns this rank's metrics for logging, by ``METHOD/METRIC``, of a second one by ``METHOD_1/METRIC``."""
+        found: dict[str, float] = {}
+        for index, method in enumerate(self._sessions.methods):
+            prefix = f"{method.name}_{index}" if index else method.name
+            found |= {f"{prefix}/{key}": value for key, value in method.metrics().items()}
+        return found
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -426,12 +429,12 @@ class PipeSyncAccelerator(SavingAccelerator):
                 concerned.append((method, optimizer.optimizer))
         return concerned
 
-    def _refuse_pipeline(self, call: str) -> None:
+    def _refuse_pipeline(self) -> None:
         if (plugin := self._pipelined) is not None:
             raise ValueError(
-                f"method={plugin.method!r} makes the passes itself, and does not support {call}: call "
-                "engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) "
-                "in place of backward() and step()."
+                f"method={plugin.method!r} makes the passes itself, and does not support prepare(model, optimizer): "
+                "call engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and "
+                "engine.train_batch(batch) in place of backward() and step()."
             )
 
     def _shared_seed(self) -> int:

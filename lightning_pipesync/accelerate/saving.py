@@ -148,7 +148,8 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         After it one process may save or evaluate the model.
         """
-        if is_normal_end(sys.exc_info()[1]) and (self.is_job or self._sessions.may_diverge):
+        may_differ = any(not session.method.same_weights for session in self._sessions.sessions)
+        if (self.is_job or may_differ) and is_normal_end(sys.exc_info()[1]):
             self.end()
         self._sessions.end()
         if self._job_watch is not None:
@@ -161,7 +162,8 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
         """
-        if self._sessions.diverged and is_normal_end(sys.exc_info()[1]):
+        diverged = any(session.method.diverged for session in self._sessions.sessions)
+        if diverged and is_normal_end(sys.exc_info()[1]):
             warnings.warn(
                 "free_memory() has left each process with the weights of its own. Before it, call "
                 "accelerator.wait_for_everyone() on all processes.",
@@ -233,14 +235,17 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         A collective call. ``model.eval()``, :meth:`wait_for_everyone` and all calls that save call it themselves.
         """
-        self._sessions.consolidate()
+        self._sessions.flush()
+        for engine in self._sessions.pipelines:
+            engine.gather()
 
     def synchronize(self) -> None:
         """Waits for weights that are on their way after a step, before they are read or written.
 
         Not a collective call. Forward passes and all calls that save wait by themselves.
         """
-        self._sessions.synchronize()
+        for session in self._sessions.sessions:
+            session.method.synchronize()
 
     @contextmanager
     def optimizers_given_back(self) -> Iterator[None]:
@@ -329,7 +334,11 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
             ValueError: it is of other models, settings, or another number of processes.
             RuntimeError: each of several processes has a pipeline with all stages.
         """
-        self._sessions.check_resumable(self.num_processes)
+        if self.num_processes > 1 and any(method.transport is None for method in self._sessions.methods):
+            raise RuntimeError(
+                f"There are {self.num_processes} processes, each with all stages of a pipeline, which cannot resume "
+                "from a checkpoint: start a process for each stage, or a single one."
+            )
         folders: list[str] = []
 
         def before_loading(models: list[nn.Module], folder: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -159,16 +159,7 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin):
     @override
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
         method = self.method_of(optimizer)
-        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-        if closure is not None:
-
-            def compute() -> Any:
-                result = closure()
-                method.reduce(optimizer, self._scaler)
-                return result
-
-            kwargs["closure"] = compute
-        else:
+        if kwargs.get("closure") is None:  # otherwise the method reduces what the closure computes
             method.reduce(optimizer, self._scaler)
         return method.step(partial(super().optimizer_step, optimizer, **kwargs), optimizer)
 
@@ -195,7 +186,7 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin):
         method.reduce(optimizer, self._scaler)
         return method, optimizer
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:

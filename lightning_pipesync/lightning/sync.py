@@ -78,7 +78,9 @@ class SyncStrategyMixin(JoiningMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._begin_to_join(trainer)
-        self._forget_last_fit()
+        # What follows may make the loaders, before there is a method.
+        self._start, self._weights_after_error = (0, 0), ""
+        self._uneven_batches = UnevenBatches(self.world_size, lambda *asked: self.attached.data.ask(*asked))
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -104,10 +106,6 @@ class SyncStrategyMixin(JoiningMixin):
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
         clipping = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
         self._until_teardown.enter_context(with_attributes(self.precision_plugin, **clipping))
-
-    def _forget_last_fit(self) -> None:
-        super()._forget_last_fit()
-        self._uneven_batches, self._weights_after_error = UnevenBatches(self.world_size, self._ask), ""
 
     def _follow_averages(self, trainer: Trainer, method: SyncMethod) -> None:
         """Makes running averages of callbacks, such as WeightAveraging, the same on all ranks when they are read."""
@@ -191,10 +189,6 @@ class SyncStrategyMixin(JoiningMixin):
         samples = batch_size_before_injection(dataloader, settings.injection, world_size)
         limit = self._trainer.limit_train_batches
         return self.resume_loader(in_order(dataloader, settings, order, samples, limit))
-
-    def _ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
-        """Asks for the next batch: Lightning may make the loader before there is a method."""
-        return self.attached.data.ask(loader, epoch, num_batches, to_each)
 
     # --- a training step --------------------------------------------------------------------------------------------
 
