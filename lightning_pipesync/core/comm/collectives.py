@@ -183,7 +183,7 @@ class Collectives:
         if self._nccl is not None and flat.is_cuda:
             return self._handle("broadcast", self._nccl.broadcast(flat, src))
         host = flat.cpu()
-        work = self._gloo.broadcast(host.view(torch.uint8), src)
+        work = self.group.broadcast(host.view(torch.uint8), src)
 
         def wait() -> Tensor:
             sender = self.ranks[src]
@@ -281,10 +281,7 @@ class Collectives:
         self._issue(kind, len(own) * (self.world_size - 1))
         of_ranks = torch.zeros(self.world_size, len(own), dtype=torch.uint8)
         of_ranks[self.rank] = torch.tensor(own, dtype=torch.uint8)
-        peers = [peer for peer in range(self.world_size) if peer != self.rank and own]
-        exchange = self._gloo.all_to_all(
-            dict.fromkeys(peers, of_ranks[self.rank]), {peer: of_ranks[peer] for peer in peers}
-        )
+        exchange = self._gloo.exchange_small(of_ranks[self.rank], of_ranks.unbind())
 
         def wait() -> T:
             exchange.finish()

@@ -4,7 +4,7 @@
 One thread issues and completes all operations of a queue, in the order of submission, which must be the same on all
 ranks. ``IN_FLIGHT`` of them are in flight at a time: enough to keep the network busy, and few enough that the operation
 needed first does not share the bandwidth with all others. Over Gloo an operation advances only while a thread waits for
-it, see ring.py: so a thread that has nothing to issue waits for the oldest one. On a torus it does not: there waiting
+it, see hops.py: so a thread that has nothing to issue waits for the oldest one. On a torus it does not: there waiting
 starts the second direction, whose place in the order would depend on how fast this rank is.
 
 [Note: streams]
