@@ -37,7 +37,7 @@ Record = Callable[[str, object], None]
 
 WARM_UP, MEASURED = 16 if ON_GPU else 2, 4
 #: Kernels of a reduce-scatter and an all-gather of fp32 values, as docs/testing.md has them.
-KERNELS = {"none": 3, "bf16": 6, "fp8": 6, "int8": 6, "int4": 6, "chunked_topk": 6, "topk": 11}
+KERNELS = {"none": 3, "bf16": 6, "fp8": 6, "int8": 6, "int4": 6, "chunked_topk": 6}
 #: Settings in which the memory of methods is compared with DDP's.
 SETTINGS: dict[str, dict[str, Any]] = {
     "dear": {"fusion": "buffer"},

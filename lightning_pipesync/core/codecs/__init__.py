@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_pipesync.core.codecs.chunked_topk import ChunkedTopK
 from lightning_pipesync.core.codecs.codec import Codec
 from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
-from lightning_pipesync.core.codecs.fp8 import FP8
-from lightning_pipesync.core.codecs.int2 import Int2
-from lightning_pipesync.core.codecs.int4 import Int4
-from lightning_pipesync.core.codecs.int8 import Int8
-from lightning_pipesync.core.codecs.topk import TopK
+from lightning_pipesync.core.codecs.scaled import FP8, Int2, Int4, Int8
+from lightning_pipesync.core.codecs.sparse import ChunkedTopK, TopK
 from lightning_pipesync.core.names import did_you_mean
 
 __all__ = [

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec, TopK, get_codec
+from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.codecs.shards import Shards, compiles_on, shards_of
 from lightning_pipesync.core.comm.nccl import NcclExchange
-from tests.quick.core.test_codecs import NAMES, random
+from tests.quick.core.test_codecs import NAMES as CODEC_NAMES
+from tests.quick.core.test_codecs import random
 from tests.quick.core.test_nccl import CPU, exchange_all_kinds, nccl_on_the_host
 from tests.support.harness import launch
 
@@ -26,6 +27,7 @@ SHAPES = [(1, 0, 0), (3, 1, 2), (4, 1025, 2080), (2, 5003, 10006)]  #: shards, s
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Not finite, one NaN with all bits set, and a value that a codec may take for infinity.
 SPECIAL = [math.nan, -math.inf, 3e38, torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()]
+NAMES = [name for name in CODEC_NAMES if name != "topk"]  #: of the codecs that have kernels
 #: What top-k has encoded has many equal magnitudes, which it may encode otherwise the next time.
 WITHOUT_TIES = [name for name in NAMES[1:] if "topk" not in name]
 RUNS_TRITON = "lightning_pipesync.core.codecs.shards.runs_triton"
@@ -43,8 +45,6 @@ def compare_with_torch() -> dict[str, bool]:
     }
     return same | {
         "equal magnitudes in chunked_topk": first_of_equal_magnitudes("chunked_topk", 4000, 64),
-        "equal magnitudes in topk": first_of_equal_magnitudes("topk", 20_000, 200),
-        "equal magnitudes in tiles of topk": first_of_equal_magnitudes(TopK(0.6), 20_000, 12_000),
     }
 
 
@@ -142,7 +142,7 @@ def test_the_exchange_with_kernels_makes_what_gloo_makes() -> None:
 
 def launches_of(name: str, dtype: torch.dtype, feedback: bool, size: int) -> list[Any]:
     """Returns the calls that launch a codec's kernels for shards of this size: the object, the kernel, and so on."""
-    from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards
+    from lightning_pipesync.core.codecs.kernels.kernel import KernelShards
 
     flat = torch.zeros(2 * size, dtype=dtype)
     with patch(RUNS_TRITON, lambda _: True), patch.object(KernelShards, "_launch", autospec=True) as launched:
@@ -162,7 +162,7 @@ def compiled(
     from triton.compiler import ASTSource, compile
     from triton.runtime.jit import mangle_type
 
-    from lightning_pipesync.core.codecs.kernels.kernel_shards import in_memory
+    from lightning_pipesync.core.codecs.kernels.kernel import in_memory
 
     values = dict(zip((param.name for param in kernel.params), args, strict=False))
     values = {name: in_memory(value) if isinstance(value, Tensor) else value for name, value in values.items()}

@@ -25,9 +25,9 @@ from lightning_pipesync.core.codecs import (
     TopK,
     Truncate16,
     blocks,
-    chunked_topk,
     get_codec,
     scaled,
+    sparse,
 )
 from lightning_pipesync.core.feedback import encode_with_feedback
 
@@ -171,7 +171,7 @@ def test_rows_are_encoded_one_by_one(
         each_decoded = torch.stack([round_trip(codec, row, torch.float32) for row in rows])
         expected = accumulator + each_decoded
         with monkeypatch.context() as patched:
-            for module in (blocks, chunked_topk, scaled):
+            for module in (blocks, sparse, scaled):
                 patched.setattr(module, "works_in_blocks", lambda _: in_blocks)
             codec.encode(rows, wires)
             codec.decode(wires, decoded, dtype)

@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_pipesync.core.codecs.elementwise import Truncate16, _Elementwise
-from lightning_pipesync.core.codecs.kernels.kernel_shards import KernelShards, in_memory
-from lightning_pipesync.core.codecs.kernels.values import (
+from lightning_pipesync.core.codecs.kernels.kernel import (
+    KernelShards,
+    in_memory,
     narrowed,
     store_error,
     store_quotient,
