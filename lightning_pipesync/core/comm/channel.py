@@ -16,10 +16,9 @@ from torch import Tensor
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.handle import Handle, Promise, Worker
-from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.comm.wire import Parcel, narrow, packed, start_unpacking
+from lightning_pipesync.core.comm.wire import HostCopies, Parcel, narrow, packed, start_unpacking
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 

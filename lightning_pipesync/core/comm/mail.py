@@ -17,7 +17,7 @@ nothing is said.
 
 [Note: tensors of a device]
 A message leaves, also to this rank itself, once its tensors are computed: a thread of the mail waits for that, see
-host_copies.py. So whoever gets it may use them on any stream. Those from other ranks arrive in pinned memory.
+wire.py. So whoever gets it may use them on any stream. Those from other ranks arrive in pinned memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from typing import Any
 import torch
 
 from lightning_pipesync.core.comm.handle import CPU, Worker, begin_thread
-from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.comm.wire import Parcel, packed, start_unpacking
+from lightning_pipesync.core.comm.wire import HostCopies, Parcel, packed, pickled, start_unpacking
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.failure import KNOWN
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown, join_thread
-from lightning_pipesync.core.plain import tensors_among
 from lightning_pipesync.core.profiling import profiled
 
 #: Maximum seconds between two messages, and their maximum as a fraction of the timeout.
@@ -172,7 +170,7 @@ class Mail:
 
     def _computed(self, message: Any) -> torch.cuda.Event | None:
         """Returns an event after which the tensors of a message are computed; None: they are, or there are none."""
-        if self._device.type != "cuda" or not any(tensor.is_cuda for tensor in tensors_among(message)):
+        if self._device.type != "cuda" or not any(tensor.is_cuda for tensor in pickled(message)[1]):
             return None
         computed = torch.cuda.Event(blocking=True)
         computed.record(torch.cuda.current_stream(self._device))
