@@ -21,8 +21,8 @@ from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.messages import end_waits
 from lightning_pipesync.core.comm.nccl import NcclExchange
-from lightning_pipesync.core.comm.topology import Flat, Sent, Topology
-from lightning_pipesync.core.comm.torus import NONE, Torus, TorusExchange
+from lightning_pipesync.core.comm.topology import Sent, Topology
+from lightning_pipesync.core.comm.torus import NONE, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
@@ -70,7 +70,7 @@ class Collectives:
         self.traffic, self.watch, self.waits = traffic, watch, watch
         self._gloo, self._nccl = gloo, nccl
         self._exchange: GlooExchange | NcclExchange | TorusExchange = nccl or gloo
-        self.topology: Topology = Flat(len(ranks))
+        self.topology: Topology = Topology(len(ranks))
         self._kind, self._closed = kind, False
         self.background: CommQueue | None = None
 
@@ -243,19 +243,6 @@ class Collectives:
     def encodes_sums(self, codec: Codec) -> bool:
         """Whether :meth:`all_reduce` encodes sums, too, which have residuals of their own."""
         return not codec.gathered or self.topology.sends_sums
-
-    def own_contribution(self, numel: int) -> slice:
-        """Returns the slice of a buffer of ``numel`` values that this rank encodes: on a torus that of its row."""
-        return self.topology.encoded_slice(numel, self.rank)
-
-    def gather_contribution(self, feedback: ErrorFeedback) -> None:
-        """Sets the residual of the contribution to that of all that the ranks of a row encode; a collective call."""
-        flat = feedback.contribution
-        exchange = self._exchange_of(flat)
-        if isinstance(self.topology, Torus) and isinstance(exchange, TorusExchange):
-            sent = self.topology.sent_to_gather_in_row(flat.numel(), self.rank)
-            self._issue("residuals", _bytes(sent, NONE, flat.dtype, flat.dtype))
-            self._handle("residuals", exchange.gather_in_row(flat)).wait()
 
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""

@@ -114,30 +114,17 @@ class GlooExchange:
 
     def average_with(self, flat: Tensor, peers: Sequence[int]) -> Callable[[], Tensor]:
         """Sets ``flat`` to its mean over this rank and ``peers``, which do so, too; returns a function that waits."""
-        incoming = {peer: self._pool.take(flat.nbytes, flat.dtype) for peer in peers}
-        exchange = self._exchange_at_once(dict.fromkeys(peers, flat), incoming)
-
-        def average() -> Tensor:
-            exchange.finish()  # ``flat`` is sent by then
-            mean_in_order({**incoming, self._rank: flat}, flat)
-            self._pool.give(incoming.values())
-            return flat
-
-        return self._in_order(average)
+        return self._in_order(self._start_mean(flat, peers, peers))
 
     def average_at(self, flat: Tensor, server: int) -> Callable[[], Tensor]:
         """Sets ``flat`` to its mean over all ranks, which rank ``server`` computes; returns a function that waits."""
-        serves, everyone = self._rank == server, dict.fromkeys(self._peers, flat)
-        pushed = {peer: self._pool.take(flat.nbytes, flat.dtype) for peer in (self._peers if serves else ())}
-        push = self._exchange_at_once({} if serves else {server: flat}, pushed)
+        serves, peers = self._rank == server, self._peers
+        push = self._start_mean(flat, *(((), peers) if serves else ([server], ())))
         pull = self._messages.tagged(self._next_tag())
 
         def average() -> Tensor:
-            push.finish()
-            if serves:
-                mean_in_order({**pushed, self._rank: flat}, flat)
-                self._pool.give(pushed.values())
-            outgoing, incoming = (everyone, {}) if serves else ({}, {server: flat})
+            push()
+            outgoing, incoming = (dict.fromkeys(peers, flat), {}) if serves else ({}, {server: flat})
             all_to_all(pull, outgoing, incoming, self._pool, window=self._world_size).finish()
             return flat
 
@@ -172,7 +159,7 @@ class GlooExchange:
 
             def reduce_in_ring() -> Tensor:
                 in_ring.finish()
-                return own.div_(self._world_size) if mean else own
+                return self._set(own, own, mean)
 
             return reduce_in_ring
         # Without a codec the values themselves are sent, without a copy.
@@ -186,13 +173,9 @@ class GlooExchange:
             if own.numel():
                 contributions = {**arrivals, self._rank: wires[self._rank]}
                 if summed_as_they_are:
-                    total = self._sum_values(exchange, contributions)
+                    self._set(own, self._sum_values(exchange, contributions), mean)
                 else:
-                    total = self._sum_wires(exchange, contributions, codec, own)
-                if mean:
-                    total.div_(self._world_size)  # only the quotient is rounded to the dtype of ``own``
-                if total is not own:
-                    own.copy_(total)
+                    self._set(own, self._sum_wires(exchange, contributions, codec, own), mean)
             exchange.finish()
             self._pool.give(arrivals.values())
             if not codec.lossless:
@@ -235,6 +218,12 @@ class GlooExchange:
             else:
                 codec.decode_add(wire, total, own.dtype)
         return total
+
+    def _set(self, values: Tensor, total: Tensor, mean: bool) -> Tensor:
+        """Sets values, which may be ``total`` itself, to the sum or the mean; only that is rounded to their dtype."""
+        if mean:
+            total.div_(self._world_size)
+        return values if total is values else values.copy_(total)
 
     def _start_all_gather(
         self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
@@ -279,11 +268,7 @@ class GlooExchange:
 
         def gather_and_sum() -> Tensor:
             if flat.numel():
-                total = self._sum_wires(exchange, dict(enumerate(wires)), codec, flat)
-                if mean:
-                    total.div_(self._world_size)
-                if total is not flat:
-                    flat.copy_(total)
+                self._set(flat, self._sum_wires(exchange, dict(enumerate(wires)), codec, flat), mean)
             exchange.finish()
             self._pool.give(wires)
             return flat
@@ -298,9 +283,20 @@ class GlooExchange:
         incoming = {peer: slices[peer] for peer in self._peers if slices[peer].numel()}
         return all_to_all(messages, outgoing, incoming, self._pool)
 
-    def _exchange_at_once(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Exchange:
+    def _start_mean(self, flat: Tensor, targets: Sequence[int], sources: Sequence[int]) -> Callable[[], Tensor]:
+        """Sends ``flat`` to ranks, and then sets it to its mean over this rank and others, if there are some."""
         messages = self._messages.tagged(self._next_tag())
-        return all_to_all(messages, outgoing, incoming, self._pool, window=self._world_size)
+        received = {peer: self._pool.take(flat.nbytes, flat.dtype) for peer in sources}
+        exchange = all_to_all(messages, dict.fromkeys(targets, flat), received, self._pool, window=self._world_size)
+
+        def average() -> Tensor:
+            exchange.finish()  # ``flat`` is sent by then
+            if received:
+                mean_in_order({**received, self._rank: flat}, flat)
+                self._pool.give(received.values())
+            return flat
+
+        return average
 
     @property
     def _peers(self) -> list[int]:

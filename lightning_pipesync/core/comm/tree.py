@@ -101,9 +101,6 @@ class DoubleTree(Topology):
         owned = (half for half, tree in zip(self.halves(numel), self.trees, strict=True) if tree.root == rank)
         return next(owned, slice(numel, numel))
 
-    def encoded_slice(self, numel: int, rank: int) -> slice:
-        return slice(0, 0)
-
     def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         return [(size, False) for size, tree in self._sizes(numel) if rank != tree.root]
 
@@ -133,9 +130,7 @@ class TreeExchange(GlooExchange):
         def reduce() -> Tensor:
             exchange.finish()
             own, total = (self._slices(each)[self._rank] for each in (flat, values))
-            if mean:
-                total.div_(self._world_size)  # only the quotient is rounded to the dtype of ``flat``
-            return own if values is flat else own.copy_(total)
+            return self._set(own, own if values is flat else total, mean)
 
         return reduce
 
