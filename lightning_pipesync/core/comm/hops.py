@@ -226,7 +226,9 @@ def ring(messages: Messages, slices: Sequence[Tensor], first: int, pool: BufferP
 
 def in_pieces(values: Tensor, num_bytes: int) -> Sequence[Tensor]:
     """Splits values into pieces of ``num_bytes``; none if there are no values."""
-    return values.split(-(-num_bytes // values.element_size())) if values.numel() else ()
+    if values.nbytes <= num_bytes:
+        return [values] if values.numel() else []
+    return values.split(-(-num_bytes // values.element_size()))
 
 
 def ring_is_faster(slice_bytes: int, world_size: int) -> bool:
