@@ -32,11 +32,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_pipesync.core.addresses import join_address, own_address, split_address
 from lightning_pipesync.core.comm.line import is_open, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
 from lightning_pipesync.core.faults.errors import is_lost_peer
 from lightning_pipesync.core.faults.lighthouse import SILENCE_S, Lighthouse, Standing
+from lightning_pipesync.core.jobs import join_address, own_address, split_address
 from lightning_pipesync.data.elastic import check_common
 from lightning_pipesync.methods.replicas.membership import Membership, ids_of, listed
 
