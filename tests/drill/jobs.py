@@ -16,7 +16,7 @@ from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
 from lightning_pipesync.launch.lighthouse import Lighthouse
 from lightning_pipesync.methods.laboratory import period_of
-from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.replicas.rounds import QuorumRounds
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.loops import FabricLoop, PlainLoop
 from tests.conformance.trainer import fit
@@ -85,26 +85,26 @@ class Jobs(Subject):
 
 def watch_sections(gate: Gate) -> None:
     """Has faults strike before this process joins, and tells the supervisor of each section."""
-    join, run = Sections.join, Sections.run
+    join, run = QuorumRounds.join, QuorumRounds.run
 
-    def tell(sections: Sections, ends: bool = False) -> None:
-        steps = sections._method.num_steps
-        of, present, left = sections.took_part, sections.members, sections.left
-        gate.say(section=sections.completed, step=steps, of=of, present=present, left=left, ends=ends)
+    def tell(rounds: QuorumRounds, ends: bool = False) -> None:
+        steps = rounds._method.num_steps
+        of, present, left = rounds.took_part, rounds.members, rounds.left
+        gate.say(section=rounds.completed, step=steps, of=of, present=present, left=left, ends=ends)
 
-    def joining(sections: Sections) -> None:
-        gate.say(joins=sections.id)
+    def joining(rounds: QuorumRounds) -> None:
+        gate.say(joins=rounds.id)
         gate.reach("join")
-        join(sections)
-        tell(sections)
+        join(rounds)
+        tell(rounds)
 
     def running(
-        sections: Sections, section: Any, before: Any, asks: bool = True, ends: bool = False, leaves_by: Any = None
+        rounds: QuorumRounds, round_: Any, before: Any, asks: bool = True, ends: bool = False, leaves_by: Any = None
     ) -> None:
-        run(sections, section, before, asks, ends, leaves_by)
-        tell(sections, ends)
+        run(rounds, round_, before, asks, ends, leaves_by)
+        tell(rounds, ends)
 
-    Sections.join, Sections.run = joining, running  # type: ignore[assignment, method-assign]
+    QuorumRounds.join, QuorumRounds.run = joining, running  # type: ignore[assignment, method-assign]
 
 
 def run_lighthouse(port: int, namespace: str | None) -> None:

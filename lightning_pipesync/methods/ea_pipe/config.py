@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
 from lightning_pipesync.methods.pipeline import PipelineSettings
-from lightning_pipesync.methods.replicas.elastic import check_force
+from lightning_pipesync.methods.replicas.settings import check_force
 from lightning_pipesync.methods.setting_types import Seconds
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]

@@ -11,10 +11,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
-from lightning_pipesync.methods.replicas.elastic import attracted, force_of
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.neighbors import Neighbors
-from lightning_pipesync.methods.replicas.settings import ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import (
+    MakeOptimizer,
+    Neighbors,
+    ReplicaSettings,
+    attracted,
+    force_of,
+)
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, Topology
 

@@ -1,23 +1,40 @@
-"""The replicas that train together now, and the line between them."""
+"""The replicas that train together now, the line between them, and the state that is divided anew among others."""
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.comm.line import Line, give_up
 from lightning_pipesync.core.comm.objects import Objects
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.agreement import Agreement
 from lightning_pipesync.core.faults.lighthouse import Member
+from lightning_pipesync.core.faults.notice import Notice
+from lightning_pipesync.core.torch_private import map_tensors
+from lightning_pipesync.methods.replicas.method import Changes
 
 if TYPE_CHECKING:
-    from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
-    from lightning_pipesync.methods.replicas.snapshot import Snapshot
+    from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
+
+#: What all ranks of a job agree on at each step; of several wishes the last one counts.
+STAYS, AFTER_ROUND, NOW = range(3)
+
+#: Seconds of a step, at least, when it is foretold how many there will be.
+SHORTEST_STEP_S = 1e-3
+
+#: Steps after which an optimizer that has taken part in none of them counts as one that pauses.
+PAUSES = 10
 
 
 class Membership:
@@ -34,16 +51,12 @@ class Membership:
         timeout: after which a replica that does not answer counts as lost.
     """
 
-    def __init__(self, method: RegroupedReplicaMethod, id: str, job: Objects, timeout: timedelta) -> None:
+    def __init__(self, method: ElasticReplicaMethod, id: str, job: Objects, timeout: timedelta) -> None:
         self._method, self._id, self._job, self._timeout = method, id, job, timeout
         self.members: list[Member] = []
         self.announces = False
         self._line: Line | None = None  # None: it is broken, or there is none yet
         self._made_in = ""  # the generation in which the line was made
-
-    @property
-    def ids(self) -> list[str]:
-        return ids_of(self.members)
 
     @property
     def is_connected(self) -> bool:
@@ -52,7 +65,7 @@ class Membership:
     def go_on(self, agreement: Agreement, before: Snapshot | None = None) -> None:
         """Makes a line of those that continue, unless they have it, and restores the state ``before``, if any."""
         is_new = self._made_in != agreement.generation
-        if is_new and not (agreement.connected and self.ids == ids_of(agreement.continuing)):
+        if is_new and not (agreement.connected and ids_of(self.members) == ids_of(agreement.continuing)):
             snapshot = self._method.snapshot() if before is None else self._method.completed(before)
             self._connect(agreement, "continuing", snapshot, agreement.continuing, gone=agreement.gone)
             self._made_in = agreement.generation
@@ -68,7 +81,7 @@ class Membership:
         self._connect(agreement, "new", snapshot, agreement.members, first, new, agreement.leaving)
 
     def commit(self) -> None:
-        """Tells all replicas that this one has all data of the section, and waits for the same from them."""
+        """Tells all replicas that this one has all data of the round, and waits for the same from them."""
         self._method.transport.exchange_flags(1).wait()
 
     def disconnect(self) -> None:
@@ -162,3 +175,122 @@ def ids_of(members: Sequence[Member]) -> list[str]:
 
 def listed(members: Sequence[Member]) -> str:
     return ", ".join(member.described for member in members)
+
+
+class Departure:
+    """Decides at which step a replica leaves, on all ranks of its job, of which any may have been asked.
+
+    One that leaves after a round loses nothing, so it trains on until then, if there is time.
+
+    Args:
+        greatest: returns the greatest of the numbers of all ranks of the job, each of which gives it one.
+
+    Attributes:
+        notice: by which this rank is asked.
+        is_now: whether the replica leaves at the end of this step, and the next round would come too late.
+    """
+
+    def __init__(self, greatest: Callable[[int], int]) -> None:
+        self.notice, self.is_now = Notice(), False
+        self._greatest = greatest
+        self._agreed = STAYS
+        self._began = time.monotonic()  # the present step
+
+    @property
+    def deadline(self) -> float | None:
+        """The time, of ``time.monotonic``, by which it leaves, with a round if one has begun; None: it stays."""
+        return self.notice.deadline if self._agreed else None
+
+    def begin_step(self, starts_in: Callable[[int], bool]) -> None:
+        """Agrees with the other ranks of the job at a step; ``starts_in(n)``: a round may start at the nth's end."""
+        now = time.monotonic()
+        step_s, self._began = max(SHORTEST_STEP_S, now - self._began), now
+        wish = STAYS
+        if self.notice.deadline is not None:
+            in_time = 1 + int(max(0.0, self.notice.deadline - now) / step_s)  # at least the one that may be due now
+            wish = AFTER_ROUND if any(starts_in(steps) for steps in range(1, 1 + in_time)) else NOW
+        self._agreed = self._greatest(wish)
+        self.is_now = self._agreed == NOW
+        if self._agreed:
+            self.notice.give()
+
+
+class TrainingSteps:
+    """Counts the steps of a training: one begins with each optimizer that has taken part in the present one already.
+
+    Args:
+        optimizers: their number.
+    """
+
+    def __init__(self, optimizers: int) -> None:
+        self._number, self._latest = 0, [0] * optimizers  # the present step, and the last one of each optimizer
+
+    def take_part(self, index: int) -> bool:
+        """Notes that an optimizer is about to step; returns whether a step of the training begins with it."""
+        begins = self._latest[index] == self._number
+        self._number += begins
+        self._latest[index] = self._number
+        return begins
+
+    @property
+    def first(self) -> int:
+        """The first optimizer that does not pause."""
+        return min(self._active)
+
+    @property
+    def last(self) -> int:
+        """The last optimizer that does not pause."""
+        return max(self._active)
+
+    @property
+    def _active(self) -> list[int]:
+        return [index for index, latest in enumerate(self._latest) if self._number - latest < PAUSES]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a round may change of a method, see :class:`QuorumRounds`, on ``rank`` of ``world_size`` replicas."""
+
+    rank: int
+    world_size: int
+    changes: Changes
+    replicas: list[dict[str, Any]]
+
+    def with_outer_states(self, change: Callable[[int, Any], Any]) -> Snapshot:
+        """Returns a copy with ``change(numel, state)`` in place of the outer state of each bucket."""
+        replicas = []
+        for replica in self.replicas:
+            buckets = [
+                {**bucket, "outer": change(bucket["common"].numel(), bucket["outer"])} if "outer" in bucket else bucket
+                for bucket in replica["weights"]["buckets"]
+            ]
+            replicas.append({**replica, "weights": {**replica["weights"], "buckets": buckets}})
+        return replace(self, replicas=replicas)
+
+
+def resharded(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
+    """Returns the outer state of this rank's present shard of a bucket of ``numel`` values; a collective call.
+
+    ``outer`` is that of the shard of ``rank`` among ``world_size`` ranks. A lost rank's part of the state is zero.
+    """
+
+    whole = whole_state(rank, world_size, transport, numel, outer)
+    return map_tensors(lambda tensor: transport.shard(tensor).clone() if tensor.dim() else tensor, whole)
+
+
+def whole_state(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
+    """Returns the outer state of a whole bucket; arguments as of :func:`resharded`."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not tensor.dim():  # a counter of steps, which is the same on all ranks
+            return tensor
+        flat = torch.zeros(numel, dtype=tensor.dtype)
+        flat[shard_slice(numel, rank, world_size)] = tensor
+        return transport.all_reduce(flat).wait()
+
+    return map_tensors(whole, outer)
+
+
+def zeroed(numel: int, outer: Any) -> Any:
+    """Returns an outer state of zeros: the others contribute theirs when the state is resharded."""
+    return map_tensors(lambda tensor: torch.zeros_like(tensor) if tensor.dim() else tensor, outer)

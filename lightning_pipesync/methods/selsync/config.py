@@ -11,8 +11,7 @@ from typing import ClassVar, Literal
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.settings import Average, ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import Average, MakeOptimizer, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
 

@@ -86,12 +86,12 @@ class SelSync(ReplicaMethod):
     @property
     def num_local_steps(self) -> int:
         """Number of local steps so far, of all optimizers."""
-        return sum(unit.num_local_steps for unit in self._units)
+        return sum(replica.num_local_steps for replica in self._replicas)
 
     @property
     def num_synchronized_steps(self) -> int:
         """Number of synchronized steps so far, of all optimizers."""
-        return sum(unit.num_steps - unit.num_local_steps for unit in self._units)
+        return sum(replica.num_steps - replica.num_local_steps for replica in self._replicas)
 
     @property
     def lssr(self) -> float:
@@ -122,7 +122,7 @@ class SelSync(ReplicaMethod):
 
     @property
     def _triggers(self) -> list[GradientTrigger]:
-        return [unit.policy for unit in self._units if isinstance(unit.policy, GradientTrigger)]
+        return [replica.policy for replica in self._replicas if isinstance(replica.policy, GradientTrigger)]
 
     @property
     def _trigger(self) -> GradientTrigger:
