@@ -45,7 +45,8 @@ from lightning_pipesync.accelerate.sharding import (
 from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.data.loaders import num_batches
-from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod, PipelineSettings
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.stage import OptimizerFactory
 from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
@@ -186,11 +187,11 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     def prepare_pipeline(
         self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
-    ) -> PipelineMethod:
+    ) -> EAPipe:
         """Creates the pipeline of the plugin's method, whose ``train_batch(batch)`` replaces the loop's body.
 
         Args:
-            layers: as in :class:`PipelineMethod`, like the other arguments.
+            layers: as in :class:`EAPipe`, like the other arguments.
             loss: a function of an output and a target.
             optimizer_factory: returns the optimizer of a stage's parameters.
             engine_kwargs: ``others``, ``virtual_stages``.
@@ -207,12 +208,12 @@ class PipeSyncAccelerator(SavingAccelerator):
         layers = super().prepare_model(layers, device_placement=False, evaluation_mode=True)
         if self.num_processes == 1:
             engine_kwargs.setdefault("virtual_stages", 1)
-        method = cast("type[PipelineMethod]", plugin.method_type)
+        method = cast("type[EAPipe]", plugin.method_type)
         engine = method(
             layers,
             loss,
             optimizer_factory,
-            plugin.config,
+            cast("EAPipeConfig", plugin.config),
             device=self.device,
             backend=self._traffic_backend,
             **engine_kwargs,
@@ -257,7 +258,7 @@ class PipeSyncAccelerator(SavingAccelerator):
                 "prepare_train_loader(), and not to prepare()."
             )
         if self._synchronizes and (plugin := self._pipelined) is not None:
-            config = cast("PipelineSettings", plugin.config)
+            config = cast("EAPipeConfig", plugin.config)
             part = config.data_part(self.process_index, self.num_processes)
             return loaders.for_pipeline(self, data_loader, self._shared_seed(), *part)
         if (plugin := self._synced) is None:

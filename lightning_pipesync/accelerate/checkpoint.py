@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
-from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.torch_private import local_tensor
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.sharded_state import state_of_shards

@@ -23,13 +23,13 @@ from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import prepared_models, saved_besides_optimizers
 from lightning_pipesync.accelerate.sharding import replicas_of, shards_by_fsdp2
+from lightning_pipesync.core.buckets import unshare_storage
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all, waits_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.module import SyncedModule

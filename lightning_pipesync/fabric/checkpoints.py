@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipesync.core.buckets import unshare_storage
 from lightning_pipesync.core.rng import set_rng_states
-from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.fabric.job import JobMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.module import SyncedModule

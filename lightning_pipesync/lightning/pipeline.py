@@ -41,8 +41,8 @@ from lightning_pipesync.lightning.private import (
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.lightning.sync import SyncStrategyMixin
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.pipeline import PipelineMethod, PipelineSettings
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ Broadcast = Callable[[Any], Any]
 AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
-class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
+class PipelineStrategyMixin(PipeSyncStrategyMixin[EAPipe]):
     """Translates the Trainer's hooks into the calls of a method that makes the passes itself: a pipeline.
 
     The LightningModule does not change. It holds an ``nn.Sequential``, whose layers are divided among the processes, or
@@ -65,7 +65,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     returns the predictions on rank 0.
     """
 
-    config: PipelineSettings
+    config: EAPipeConfig
     _completes = True
     _num_evaluated = 0
     _num_closures: int | None = None  # that a step has run; None: none is under way
@@ -96,7 +96,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         broadcast_rng_state(self.broadcast)
         for metric in metrics_of(module):
             self._until_teardown.enter_context(kept_local(metric))  # only rank 0 updates it
-        method = cast("type[PipelineMethod]", METHODS[self.name])
+        method = cast("type[EAPipe]", METHODS[self.name])
         clips_by_norm = self._fitting and trainer.gradient_clip_algorithm in (None, "norm")
         self.method = method(
             self._submodule.layers,

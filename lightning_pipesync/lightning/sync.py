@@ -15,11 +15,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipesync.core.buckets import unshare_storage
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.guarded_states import at_hand
 from lightning_pipesync.core.private_names import with_attributes
-from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data.loaders import batch_size_before_injection
 from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.fabric.distribution import rank_zero_warn

@@ -40,7 +40,7 @@ from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.held_weights import DifferentWeightsError, HeldWeights, check_held
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
-from lightning_pipesync.core.torch_private import is_dtensor, reshard, watch_collectives
+from lightning_pipesync.core.torch_private import is_dtensor, reshard, within_collectives
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.method import PIECE_MB, group_members
 from lightning_pipesync.methods.module_hook import Loads
@@ -119,7 +119,7 @@ class SyncMethod(StepCalls):
         self.user_steps = UserSteps(self)
         self.transport.end_other_waits(groups_of_shards(module))
         watch = self.transport.watch
-        self._unwatch = watch_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
+        self._watched = within_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
         self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
         try:
             parameters = on_all_ranks(self.transport.job, self._agreed_parameters)
@@ -253,7 +253,7 @@ class SyncMethod(StepCalls):
         for hook in chain.from_iterable(self._gradient_hooks.values()):
             hook.remove()
         self.user_steps.release()
-        self._unwatch()
+        self._watched.close()
         if self._sharded is not None:
             self._sharded.release()
         if self._loads is not None:

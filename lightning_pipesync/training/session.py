@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.dtensors import whole_of
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S, at_shutdown, error_at_shutdown
+from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.method import Method, parameters_of
-from lightning_pipesync.methods.pipeline import PipelineMethod
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.module import SyncedModule
@@ -102,7 +102,7 @@ class Sessions:
         self.modules: list[nn.Module] = []  # those wrapped, each once, until end(); the same on all ranks
         self.sessions: list[Session] = []
         self.optimizers: list[Optimizer] = []
-        self.pipelines: list[PipelineMethod] = []
+        self.pipelines: list[EAPipe] = []
         self._wrappers: list[weakref.ref[SyncedModule]] = []
 
     @property

@@ -224,7 +224,7 @@ def receive_from_own_server() -> None:
     with streams.stream(servers):
         weights = torch.ones_like(bucket.packed)
         servers.synchronize()
-    bucket.receive(0, weights, is_difference=False)
+    bucket.receive(0, weights)
     del weights
     with streams.stream(servers):
         torch.ones(1, device=device)

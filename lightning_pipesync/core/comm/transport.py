@@ -100,7 +100,7 @@ class Transport(Collectives):
         self._control = groups.everyone if replicas is None else groups.dividing("gloo", groups.lines)
         traffic = Traffic()
         watch = PeerWatch(self._timeout, lambda: traffic.num_operations, groups.end_waits)
-        watch.announces, watch.first_process = backend == "nccl", (groups.hosts[0], groups.pids[0])
+        watch.announces = backend == "nccl"
         self.job = self._objects = Objects(groups.everyone, watch, traffic)
         if self._control is not groups.everyone:
             self._objects = Objects(self._control, watch, traffic)

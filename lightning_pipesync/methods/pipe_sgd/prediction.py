@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.dtensors import LocalShard, give_values
-from lightning_pipesync.core.marks import Version, versions_of, written_since
+from lightning_pipesync.core.fingerprints import Version, versions_of, written_since
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, in_function_transform, twin_optimizer
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current

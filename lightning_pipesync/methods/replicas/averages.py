@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.replicas.flags import (

@@ -28,6 +28,7 @@ from tests.support.lightning_models import Classifier, make_strategy, trainer
 from tests.support.lightning_models import fit as fit_model
 from tests.support.method_runs import SYNCHRONOUS, synchronous_strategy
 
+#: Habits that a Trainer's user can have, too.
 BETWEEN_STEPS = [name for name, habit in HABITS.items() if habit.instead is None and habit.after_backward is None]
 
 
@@ -142,26 +143,27 @@ def fit(module: Module, strategy: Any, folder: Path) -> None:
     run.fit(module, DataLoader(range(2 * STEPS)))
 
 
+METHODS = ["ddp", *SYNCHRONOUS]
+FRAMEWORKS = ("a Trainer", "accelerate", "fabric")
+
+
 def places(method: int, name: int) -> list[str]:
-    """Returns where a habit is in a Trainer, in turns. Servers have both: learners send what a closure has written."""
-    if BETWEEN_STEPS[name] == "replace the optimizer":
+    """Returns where a habit is: frameworks in turns, with servers both places of a Trainer."""
+    turn, habit = (method + name) % len(FRAMEWORKS), list(HABITS)[name]
+    if METHODS[method] != "ddp" and (turn or habit not in BETWEEN_STEPS):
+        return [FRAMEWORKS[turn or 1 + (method + name) % 2]]
+    if habit not in BETWEEN_STEPS:
+        return []
+    if habit == "replace the optimizer":
         return ["after the batch"]
     both = ["after the batch", "in the step"]
     found = both if METHODS[method] in SERVERS else [both[(method + name) % 2]]
-    return [*found, "after the step"] if BETWEEN_STEPS[name] == "clamp weights" else found
+    return [*found, "after the step"] if habit == "clamp weights" else found
 
 
-METHODS = ["ddp", *SYNCHRONOUS]
-#: Where the habit is, the method, and the habit: Accelerate and Fabric take turns.
+#: Where the habit is, the method, and the habit.
 CASES = [
-    (place, method, name)
-    for i, method in enumerate(METHODS)
-    for j, name in enumerate(BETWEEN_STEPS)
-    for place in places(i, j)
-] + [
-    (("accelerate", "fabric")[(i + j) % 2], method, name)
-    for i, method in enumerate(SYNCHRONOUS)
-    for j, name in enumerate(HABITS)
+    (place, method, name) for i, method in enumerate(METHODS) for j, name in enumerate(HABITS) for place in places(i, j)
 ]
 
 

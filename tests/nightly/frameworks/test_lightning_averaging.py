@@ -156,7 +156,8 @@ SWA_OF_DDP: dict[str, tuple[Settings, bool]] = {
     "local_sgd": ({"name": "local_sgd", "warmup_steps": 1000}, True),
     "selsync": (SYNCHRONOUS, True),
     "selsync, plain": (SYNCHRONOUS, False),
-    "servers": (SERVERS, False),
+    "servers": (SERVERS, True),
+    "servers, plain": (SERVERS, False),
 }
 SWA_OF_OTHERS: dict[str, Settings] = {
     "pipe_sgd": {"name": "pipe_sgd"},
@@ -166,7 +167,7 @@ SWA_OF_OTHERS: dict[str, Settings] = {
 }
 SWA_RESUMED = {name: {"name": name} for name in ("selsync", "local_sgd")}
 #: With BatchNorm.
-SWA_REFUSED = {"pipe_sgd": {"name": "pipe_sgd"}, "parameter_server": SERVERS}
+SWA_REFUSED = {"pipe_sgd": {"name": "pipe_sgd"}, "parameter_server": {"name": "parameter_server"}}
 
 
 def resumed_swa(folder: Path, settings: Settings) -> list[Tensor]:

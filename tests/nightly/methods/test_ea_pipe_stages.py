@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_pipesync import EAPipe
-from lightning_pipesync.core import layers as chain
+from lightning_pipesync.methods.ea_pipe import split as chain
 from tests.support.case_table import launch_cases
 from tests.support.ea_pipe_runs import (
     ASYNCHRONOUS,
@@ -103,27 +103,27 @@ def test_activations_are_freed() -> None:
 # --- emptying, saving and loading -------------------------------------------------------------------------------------
 
 
-def test_emptying_the_pipeline_without_gradients() -> None:
-    """As a framework does that turns them off before it says that a validation begins."""
-    engine, plain = engine_on(layers(), "adam"), engine_on(layers(), "adam")
-    for t in range(6):
-        for one in (engine, plain):
-            one.train_batch(batch(t, 0), completes=t != 0)
-        if t < 2:
-            with torch.inference_mode():
-                engine.flush()
-                engine.forward(batch(9, 0)[0])
-    assert_same_weights(engine, plain)
+@torch.inference_mode()
+def validate_early(engine: EAPipe, t: int) -> None:
+    """A framework may turn gradients off before it says that a validation begins."""
+    if t < 2:
+        engine.flush()
+        engine.forward(batch(9, 0)[0])
 
 
-def test_gradients_survive_being_set_to_zero() -> None:
+def zero_gradients(engine: EAPipe, _: int) -> None:
     """Those of a mini-batch whose other parts are still to come."""
-    engine, plain = engine_on(layers()), engine_on(layers())
+    for gradient in [p.grad for p in engine._model.parameters() if p.grad is not None]:
+        gradient.zero_()
+
+
+@pytest.mark.parametrize("between", [validate_early, zero_gradients])
+def test_what_happens_between_the_parts_of_a_mini_batch_changes_nothing(between: Callable[[EAPipe, int], None]) -> None:
+    engine, plain = engine_on(layers(), "adam"), engine_on(layers(), "adam")
     for t in range(8):
         for one in (engine, plain):
             one.train_batch(batch(t, 0), completes=t % 2 == 1)
-        for gradient in [p.grad for p in engine._model.parameters() if p.grad is not None]:
-            gradient.zero_()
+        between(engine, t)
     assert_same_weights(engine, plain)
 
 
@@ -158,6 +158,19 @@ def test_a_state_that_is_loaded_with_mini_batches_in_flight_replaces_them(settin
     train_on(engine, range(4, 8))
     train_on(other, range(4, 8))
     assert_same_weights(engine, other)
+
+
+@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
+def test_a_state_from_before_the_first_mini_batch(algorithm: str) -> None:
+    engine, fresh = (engine_on(layers(), "plain sgd", algorithm=algorithm) for _ in range(2))
+    state = engine.state_dict()
+    train_on(engine, range(5))
+    engine.flush()
+    engine._model.load_state_dict(layers().state_dict())
+    engine.load_state_dict(state)
+    for one in (engine, fresh):
+        train_on(one, range(8))
+    assert_same_weights(engine, fresh)
 
 
 def test_a_state_of_other_settings_is_refused() -> None:
