@@ -26,16 +26,10 @@ from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.method import MetricInfo
-from lightning_pipesync.methods.replicas.membership import (
-    Departure,
-    Snapshot,
-    TrainingSteps,
-    resharded,
-    whole_state,
-    zeroed,
-)
+from lightning_pipesync.methods.replicas.membership import Snapshot, resharded, whole_state, zeroed
 from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
-from lightning_pipesync.methods.replicas.rounds import QuorumRounds
+from lightning_pipesync.methods.replicas.replica import TrainingSteps
+from lightning_pipesync.methods.replicas.rounds import Departure, QuorumRounds
 from lightning_pipesync.methods.settings import config_from
 
 T = TypeVar("T")

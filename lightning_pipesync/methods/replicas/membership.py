@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,21 +19,11 @@ from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.agreement import Agreement
 from lightning_pipesync.core.faults.lighthouse import Member
-from lightning_pipesync.core.faults.notice import Notice
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.methods.replicas.method import Changes
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
-
-#: What all ranks of a job agree on at each step; of several wishes the last one counts.
-STAYS, AFTER_ROUND, NOW = range(3)
-
-#: Seconds of a step, at least, when it is foretold how many there will be.
-SHORTEST_STEP_S = 1e-3
-
-#: Steps after which an optimizer that has taken part in none of them counts as one that pauses.
-PAUSES = 10
 
 
 class Membership:
@@ -67,18 +56,13 @@ class Membership:
         is_new = self._made_in != agreement.generation
         if is_new and not (agreement.connected and ids_of(self.members) == ids_of(agreement.continuing)):
             snapshot = self._method.snapshot() if before is None else self._method.completed(before)
-            self._connect(agreement, "continuing", snapshot, agreement.continuing, gone=agreement.gone)
+            self.connect(agreement, snapshot)
             self._made_in = agreement.generation
 
     def missing(self, agreement: Agreement) -> list[Member]:
         """Returns the members that neither continue nor have left in order."""
         present = ids_of([*agreement.continuing, *agreement.gone])
         return [member for member in self.members if member.id not in present]
-
-    def take_in(self, agreement: Agreement, snapshot: Snapshot) -> None:
-        """Makes a line of those that stay and those that are new, and hands over to these what the former know."""
-        first, new = agreement.staying[0], agreement.new
-        self._connect(agreement, "new", snapshot, agreement.members, first, new, agreement.leaving)
 
     def commit(self) -> None:
         """Tells all replicas that this one has all data of the round, and waits for the same from them."""
@@ -105,29 +89,23 @@ class Membership:
         give_up(self._stores(agreement.continuing), self._key(agreement, "continuing"))
         self.give_up(agreement)
 
-    def _connect(
-        self,
-        agreement: Agreement,
-        of: str,
-        snapshot: Snapshot,
-        members: list[Member],
-        first: Member | None = None,
-        new: Sequence[Member] = (),
-        gone: Sequence[Member] = (),
-    ) -> None:
-        """Makes a line, and continues from ``snapshot``, those that are ``new`` from that of ``first``.
+    def connect(self, agreement: Agreement, snapshot: Snapshot, takes_in: bool = False) -> None:
+        """Makes a line of those that continue, and goes on from ``snapshot``.
 
-        Those that are ``gone`` have left in order.
+        ``takes_in``: the line is of those that stay and those that are new, which go on from the snapshot of the first
+        that stays.
         """
+        members = agreement.members if takes_in else agreement.continuing
+        first = agreement.staying[0] if takes_in else members[0]
+        new, gone = (agreement.new, agreement.leaving) if takes_in else ([], agreement.gone)
         before, ids = self.members, ids_of(members)
         self.break_off()
-        stores, rank, key = self._stores(members), ids.index(self._id), self._key(agreement, of)
+        stores, key = self._stores(members), self._key(agreement, "new" if takes_in else "continuing")
         with self._on_all_ranks():
-            line = self._line = Line(stores, rank, key, self._timeout)
+            line = self._line = Line(stores, ids.index(self._id), key, self._timeout)
         with self._on_all_ranks():
             self._method.transport.exchange_with(line)
-        first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
-        self._method.regroup(line, snapshot, first_rank, new_ranks)
+        self._method.regroup(line, snapshot, ids.index(first.id), [ids.index(member.id) for member in new])
         self.members = members
         self.commit()
         if self.announces and ids[0] == self._id:
@@ -175,76 +153,6 @@ def ids_of(members: Sequence[Member]) -> list[str]:
 
 def listed(members: Sequence[Member]) -> str:
     return ", ".join(member.described for member in members)
-
-
-class Departure:
-    """Decides at which step a replica leaves, on all ranks of its job, of which any may have been asked.
-
-    One that leaves after a round loses nothing, so it trains on until then, if there is time.
-
-    Args:
-        greatest: returns the greatest of the numbers of all ranks of the job, each of which gives it one.
-
-    Attributes:
-        notice: by which this rank is asked.
-        is_now: whether the replica leaves at the end of this step, and the next round would come too late.
-    """
-
-    def __init__(self, greatest: Callable[[int], int]) -> None:
-        self.notice, self.is_now = Notice(), False
-        self._greatest = greatest
-        self._agreed = STAYS
-        self._began = time.monotonic()  # the present step
-
-    @property
-    def deadline(self) -> float | None:
-        """The time, of ``time.monotonic``, by which it leaves, with a round if one has begun; None: it stays."""
-        return self.notice.deadline if self._agreed else None
-
-    def begin_step(self, starts_in: Callable[[int], bool]) -> None:
-        """Agrees with the other ranks of the job at a step; ``starts_in(n)``: a round may start at the nth's end."""
-        now = time.monotonic()
-        step_s, self._began = max(SHORTEST_STEP_S, now - self._began), now
-        wish = STAYS
-        if self.notice.deadline is not None:
-            in_time = 1 + int(max(0.0, self.notice.deadline - now) / step_s)  # at least the one that may be due now
-            wish = AFTER_ROUND if any(starts_in(steps) for steps in range(1, 1 + in_time)) else NOW
-        self._agreed = self._greatest(wish)
-        self.is_now = self._agreed == NOW
-        if self._agreed:
-            self.notice.give()
-
-
-class TrainingSteps:
-    """Counts the steps of a training: one begins with each optimizer that has taken part in the present one already.
-
-    Args:
-        optimizers: their number.
-    """
-
-    def __init__(self, optimizers: int) -> None:
-        self._number, self._latest = 0, [0] * optimizers  # the present step, and the last one of each optimizer
-
-    def take_part(self, index: int) -> bool:
-        """Notes that an optimizer is about to step; returns whether a step of the training begins with it."""
-        begins = self._latest[index] == self._number
-        self._number += begins
-        self._latest[index] = self._number
-        return begins
-
-    @property
-    def first(self) -> int:
-        """The first optimizer that does not pause."""
-        return min(self._active)
-
-    @property
-    def last(self) -> int:
-        """The last optimizer that does not pause."""
-        return max(self._active)
-
-    @property
-    def _active(self) -> list[int]:
-        return [index for index, latest in enumerate(self._latest) if self._number - latest < PAUSES]
 
 
 @dataclass(frozen=True)

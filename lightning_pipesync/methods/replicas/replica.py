@@ -1,4 +1,4 @@
-"""The replica that an optimizer trains: its steps, and when its weights are averaged with the other replicas'."""
+"""The replica of the weights that an optimizer trains: its steps, and when they are averaged with other replicas."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.step_size import StepSize
 from lightning_pipesync.methods.replicas.synchronous import SynchronousGradients
 from lightning_pipesync.methods.replicas.weights import Weights
+
+#: Steps after which an optimizer that has taken part in none of them counts as one that pauses.
+PAUSES = 10
 
 
 class Replica:
@@ -260,3 +263,35 @@ class Replica:
             for kind, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
         }
+
+
+class TrainingSteps:
+    """Counts the steps of a training: one begins with each optimizer that has taken part in the present one already.
+
+    Args:
+        optimizers: their number.
+    """
+
+    def __init__(self, optimizers: int) -> None:
+        self._number, self._latest = 0, [0] * optimizers  # the present step, and the last one of each optimizer
+
+    def take_part(self, index: int) -> bool:
+        """Notes that an optimizer is about to step; returns whether a step of the training begins with it."""
+        begins = self._latest[index] == self._number
+        self._number += begins
+        self._latest[index] = self._number
+        return begins
+
+    @property
+    def first(self) -> int:
+        """The first optimizer that does not pause."""
+        return min(self._active)
+
+    @property
+    def last(self) -> int:
+        """The last optimizer that does not pause."""
+        return max(self._active)
+
+    @property
+    def _active(self) -> list[int]:
+        return [index for index, latest in enumerate(self._latest) if self._number - latest < PAUSES]
