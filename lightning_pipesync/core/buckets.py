@@ -16,6 +16,9 @@ from lightning_pipesync.core.sharding import copies_of, even_numel
 from lightning_pipesync.core.torch_private import foreach_copy_, foreach_zero_, is_dtensor
 
 MIB = 2**20
+
+#: Maximum number of buckets of a gradient, of those sizes that are tried.
+MOST_BUCKETS = 40
 #: Alignment of each tensor in a flat buffer, in bytes, which is that of torch's own allocator. On some processors the
 #: rounding of a matrix product depends on the alignment of its operands.
 ALIGNMENT = 64

@@ -24,7 +24,6 @@ from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.early_gathers import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimizer
 from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
-from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.dear.policy import DeARPolicy
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
@@ -67,7 +66,6 @@ class DeAR(SyncMethod):
 
     name = "dear"
     config_type = DeARConfig
-    lab = DeARLab
     applies_grad = False
     same_weights = True
     shards_optimizer_state = True

@@ -31,7 +31,6 @@ from lightning_pipesync.methods.ea_pipe.channels import (
     rank_of,
 )
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, SequentialSplit, numbers_of_parameters
 from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, OptimizerFactory, Source
 from lightning_pipesync.methods.ea_pipe.traced import TracedSplit
@@ -86,7 +85,6 @@ class EAPipe(Method):
     name = "ea_pipe"
     makes_passes = True
     config_type = EAPipeConfig
-    lab = EAPipeLab
     config: EAPipeConfig
 
     def __init__(

@@ -16,7 +16,6 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_new_parameters
-from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, PredictionHooks
 from lightning_pipesync.methods.settings import check_saved
@@ -52,7 +51,6 @@ class PipeSGD(SyncMethod):
 
     name = "pipe_sgd"
     config_type = PipeSGDConfig
-    lab = PipeSGDLab
     same_weights = True
 
     metric_infos = MappingProxyType(

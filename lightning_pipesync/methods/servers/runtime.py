@@ -21,7 +21,6 @@ from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, count
 from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
-from lightning_pipesync.methods.servers.lab import ParameterServerLab
 from lightning_pipesync.methods.servers.learners import LEARNERS, Learner
 from lightning_pipesync.methods.servers.messages import Flushed, Request, StatesRequest, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
@@ -67,7 +66,6 @@ class ParameterServer(SyncMethod):
     applies_grad = False  # the servers clip the mean
     name = "parameter_server"
     config_type = ParameterServerConfig
-    lab = ParameterServerLab
     metric_infos = MappingProxyType(
         {
             "updates": MetricInfo("updates that a rank's weights include", over_ranks="max"),
