@@ -102,7 +102,6 @@ class EAPipeConfig(Settings):
     and the stage."""
 
     timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that does not answer counts as lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

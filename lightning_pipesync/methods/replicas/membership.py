@@ -169,7 +169,7 @@ class Snapshot:
         replicas = []
         for replica in self.replicas:
             buckets = [
-                {**bucket, "outer": change(bucket["common"].numel(), bucket["outer"])} if "outer" in bucket else bucket
+                {**bucket, "outer": change(bucket["global"].numel(), bucket["outer"])} if "outer" in bucket else bucket
                 for bucket in replica["weights"]["buckets"]
             ]
             replicas.append({**replica, "weights": {**replica["weights"], "buckets": buckets}})

@@ -300,7 +300,7 @@ class Weights:
         if own:
             state["own"] = to_cpu(self.tensors if self._kept is None or not self.is_swapped else self._kept.views)
         if self.global_flat is not None:
-            state["common"] = self._agreed().cpu()
+            state["global"] = self._agreed().cpu()
         if self._outer is not None:
             outer = self._outer_state() if self._before is None else self._before.outer_state
             state["outer"] = map_tensors(lambda tensor: tensor.to("cpu", copy=True), outer)
@@ -312,9 +312,9 @@ class Weights:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "own" in state:
             foreach_copy_(self.tensors, state["own"])
-        if self.global_flat is not None and "common" in state:
+        if self.global_flat is not None and "global" in state:
             self._before = None
-            self.global_flat.copy_(state["common"])
+            self.global_flat.copy_(state["global"])
             if self._outer is not None:
                 groups = self._outer.state_dict()["param_groups"]
                 self._outer.load_state_dict({"state": state["outer"], "param_groups": groups})

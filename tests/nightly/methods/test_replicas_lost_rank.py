@@ -107,15 +107,15 @@ def test_the_state_is_the_one_before_the_average_that_is_lost(name: str) -> None
             assert not differing(after["flights"][fragment], before["flights"][fragment])
         assert not differing(found["weights"], [bucket["own"] for bucket in after["buckets"]])
         kept, kept_before = (
-            {key: [bucket[key] for bucket in found["buckets"] if key in bucket] for key in ("common", "outer")}
+            {key: [bucket[key] for bucket in found["buckets"] if key in bucket] for key in ("global", "outer")}
             for found in (after, before)
         )
         assert not differing(kept, kept_before)
         assert not differing(found["again"], found["after"])
         if has_outer(name):
             assert by_path(kept["outer"]), "the outer step has a momentum"
-            agreed.append(kept["common"])
+            agreed.append(kept["global"])
             if "int8" not in name:
-                torn = zip(found["flats"], kept["common"], strict=True)
+                torn = zip(found["flats"], kept["global"], strict=True)
                 assert any(not torch.equal(flat, common) for flat, common in torn), "the loss was within the outer step"
     assert not agreed or not differing(*agreed), "all survivors agree"
