@@ -135,11 +135,11 @@ class Weights:
     def _agreed(self) -> Tensor:
         """Returns a copy of the values that all ranks agree on: not what an average under way has changed."""
         assert self.global_flat is not None
-        agreed = self.global_flat.clone()
-        if self._before is not None:
-            begin = int(self._own.storage_offset() - self.global_flat.storage_offset())
-            agreed[begin : begin + self._own.numel()] = self._before.shard
-        return agreed
+        if self._before is None:
+            return self.global_flat.clone()
+        begin = int(self._own.storage_offset() - self.global_flat.storage_offset())
+        end = begin + self._own.numel()
+        return torch.cat([self.global_flat[:begin], self._before.shard, self.global_flat[end:]])
 
     def _outer_values(self, movement: Tensor) -> Tensor:
         """Takes the outer step on this rank's shard of the global values, and returns it.
