@@ -30,7 +30,7 @@ from tests.support.models import assert_same, state
 from tests.support.replica_jobs import (
     DILOCO,
     NESTEROV,
-    SECTION,
+    ROUND,
     TIMEOUT_S,
     Job,
     at_step,
@@ -54,7 +54,7 @@ def when_marked(act: Act, folder: Path, others: int) -> None:
 
 
 def in_flag(act: Act, folder: Path, others: int) -> None:
-    when_called(Membership, "commit", SECTION, partial(when_marked, act, folder, others))
+    when_called(Membership, "commit", ROUND, partial(when_marked, act, folder, others))
 
 
 def die_in_sum() -> None:
