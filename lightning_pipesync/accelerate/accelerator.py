@@ -44,9 +44,11 @@ from lightning_pipesync.accelerate.sharding import (
 )
 from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.parameters import check_optimizer
+from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.stage import OptimizerFactory
+from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
@@ -379,8 +381,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         with ExitStack() as stack:
             for order in orders:
                 if hasattr(order, "even_batches"):
-                    stack.callback(setattr, order, "even_batches", order.even_batches)
-                    order.even_batches = True
+                    stack.enter_context(with_attributes(order, even_batches=True))
             yield
 
     def metrics(self) -> dict[str, float]:
@@ -415,15 +416,14 @@ class PipeSyncAccelerator(SavingAccelerator):
             self._sessions.attach(plan)
             self._meet_others()
 
-    def _steps_of(self, parameters: list[Tensor]) -> list[clipping.OptimizerStep]:
+    def _steps_of(self, parameters: list[Tensor]) -> list[clipping.Step]:
         """Returns the steps of the optimizers that have some of the parameters, after reducing their gradients."""
-        concerned = []
+        concerned, clipped = [], {*map(id, parameters)}
         for optimizer in synchronized_optimizers(self):
-            if (method := optimizer.method) is not None:
-                step = clipping.OptimizerStep(method, optimizer.optimizer)
-                if step.has_some_of(parameters):
-                    optimizer.take_gradient()
-                    concerned.append(step)
+            method = optimizer.method
+            if method is not None and not clipped.isdisjoint(map(id, parameters_of(optimizer.optimizer))):
+                optimizer.take_gradient()
+                concerned.append((method, optimizer.optimizer))
         return concerned
 
     def _refuse_pipeline(self, call: str) -> None:

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 from typing_extensions import override
 
-from lightning_pipesync.accelerate.checkpoint import RankStates, load_models, read_rank_states, save_rank_states
+from lightning_pipesync.accelerate.checkpoint import load_models, read_rank_state, save_rank_state
 from lightning_pipesync.accelerate.elastic import elastic_loaders
 from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
@@ -308,15 +308,16 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         """
         wanted = self.pipesync is None or self.pipesync.config.checkpoint_replicas
         methods = self._sessions.methods if wanted else []
-        states = RankStates(
-            [method.state_dict() for method in methods],
-            [loader.state_dict() for loader in elastic_loaders(self)],
-            None if self.scaler is None else self.scaler.state_dict(),
-            self.data_seed,
-        )
+        state = {
+            "methods": [method.state_dict() for method in methods],
+            "places": [loader.state_dict() for loader in elastic_loaders(self)],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),  # Accelerate saves rank 0's
+            "data_seed": self.data_seed,
+        }
         name = "" if self.pipesync is None else self.pipesync.method
         layout = layout_of(methods[0].transport) if methods else {}
-        save_rank_states(folder, states, name, self.process_index, layout, prepared_models(self))
+        models = prepared_models(self)
+        save_rank_state(folder, state if methods else None, name, self.process_index, layout, models)
 
     @override
     def load_state(
@@ -357,18 +358,25 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         if self.pipesync is None or not methods:
             return
         transport, name, config = methods[0].transport, self.pipesync.method, self.pipesync.config
-        saved = read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
-        for method, state in zip(methods, saved.methods, strict=False):
+        saved = read_rank_state(folder, transport, name, prepared_models(self), config)
+        if saved is None:
+            return
+        if len(saved["methods"]) != len(methods):
+            raise ValueError(
+                f"{folder} holds {len(saved['methods'])} models that were trained with their optimizers, and "
+                f"{len(methods)} are prepared: prepare the same models before load_state()."
+            )
+        for method, state in zip(methods, saved["methods"], strict=True):
             method.load_state_dict(state)
-        for loader, place in zip(elastic_loaders(self), saved.places, strict=False):
+        for loader, place in zip(elastic_loaders(self), saved["places"], strict=False):
             loader.load_state_dict(place)
-        if self.scaler is not None and saved.scaler is not None:
-            self.scaler.load_state_dict(saved.scaler)
-        if None not in (saved.data_seed, self.data_seed) and saved.data_seed != self.data_seed and self.is_main_process:
+        if self.scaler is not None and saved["scaler"] is not None:
+            self.scaler.load_state_dict(saved["scaler"])
+        seed = saved["data_seed"]
+        if None not in (seed, self.data_seed) and seed != self.data_seed and self.is_main_process:
             warnings.warn(
-                "The training data have another order than in the run that is resumed: its seed was "
-                f"{saved.data_seed}, and is {self.data_seed} now. To go on at the same batch, pass "
-                f"DataLoaderConfiguration(data_seed={saved.data_seed}), or call set_seed() before loaders are prepared "
-                "in both runs.",
+                f"The training data have another order than in the run that is resumed: its seed was {seed}, and is "
+                f"{self.data_seed} now. To go on at the same batch, pass DataLoaderConfiguration(data_seed={seed}), or "
+                "call set_seed() before loaders are prepared in both runs.",
                 stacklevel=2,
             )

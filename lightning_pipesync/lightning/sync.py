@@ -19,11 +19,11 @@ from lightning_pipesync.core.buckets import unshare_storage
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.guarded_states import at_hand
-from lightning_pipesync.core.private_names import with_attributes
+from lightning_pipesync.core.private_names import overrides, with_attributes
 from lightning_pipesync.data.loaders import batch_size_before_injection
 from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.fabric.distribution import rank_zero_warn
-from lightning_pipesync.fabric.private import LIGHTNING, scaler_of, unwrapped
+from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
 from lightning_pipesync.lightning.joining import JoiningMixin
 from lightning_pipesync.lightning.private import (
@@ -40,7 +40,7 @@ from lightning_pipesync.lightning.uneven import UnevenBatches
 from lightning_pipesync.methods.method import PIECE_MB, parameters_of
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
-from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
+from lightning_pipesync.training.clipping import Step, clip_norm, clip_value
 from lightning_pipesync.training.session import MethodPlan
 from lightning_pipesync.training.sharded_state import whole_state
 
@@ -56,8 +56,6 @@ RIGHT_OR_WRONG = "those of rank 0, right or wrong, as the ranks hold different o
 
 #: Hooks of modules and callbacks between a step and the next forward pass, which may read and write weights.
 HOOKS = ("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start")
-#: Packages whose own hooks wait where they read weights.
-LIBRARIES = (*LIGHTNING, "lightning_pipesync")
 
 
 class SyncStrategyMixin(JoiningMixin):
@@ -99,7 +97,8 @@ class SyncStrategyMixin(JoiningMixin):
         if self.config.partition == "work_queue":
             self._until_teardown.enter_context(self._uneven_batches.pace_schedulers(module))
             self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
-        self._hooks_follow = self.config.wait_for_hooks and has_hooks_between_steps(trainer)
+        owners = [module, *trainer.callbacks]  # type: ignore[attr-defined]  # libraries' own hooks wait by themselves
+        self._hooks_follow = self.config.wait_for_hooks and any(overrides(owner, *HOOKS) for owner in owners)
         self._check_checkpoint()
         self._follow_averages(trainer, method)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
@@ -279,17 +278,17 @@ class SyncStrategyMixin(JoiningMixin):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         step = self._step_to_clip(optimizer)
-        clip_norm([step], parameters_of(step.optimizer), clip_val)
+        clip_norm([step], parameters_of(optimizer), clip_val)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         step = self._step_to_clip(optimizer)
-        clip_value([step], parameters_of(step.optimizer), clip_val)
+        clip_value([step], parameters_of(optimizer), clip_val)
 
-    def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
+    def _step_to_clip(self, optimizer: Optimizer) -> Step:
         """Returns the step of ``optimizer``, after its gradient is reduced: with manual optimization it may not be."""
         optimizer = unwrapped(optimizer)
         self.attached.reduce(optimizer, self._scaler, unscale=False)
-        return OptimizerStep(self.attached, optimizer)
+        return self.attached, optimizer
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -350,16 +349,3 @@ class SyncStrategyMixin(JoiningMixin):
     @property
     def _automatic(self) -> bool:
         return self._module.automatic_optimization
-
-
-def has_hooks_between_steps(trainer: Trainer) -> bool:
-    """Returns whether the module, or a callback that is not one of the libraries', overrides such a hook."""
-    owners = [trainer.lightning_module, *vars(trainer)["callbacks"]]
-    return any(_overrides(owner, hook) for owner in owners for hook in HOOKS)
-
-
-def _overrides(owner: object, hook: str) -> bool:
-    if hook in vars(owner):  # as of a LambdaCallback
-        return True
-    found = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
-    return found is not None and found.__module__.partition(".")[0] not in LIBRARIES
