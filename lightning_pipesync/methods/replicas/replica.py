@@ -136,7 +136,6 @@ class Replica:
         return {
             "weights": self.averages.snapshot(buckets),
             "averaged": [tensor.clone() for tensor in averaged],
-            "policy": self.policy.snapshot(),
             **self._counters(),
         }
 
@@ -145,7 +144,6 @@ class Replica:
         self.averages.load_state_dict(snapshot["weights"])
         if snapshot["averaged"]:
             foreach_copy_(list(self._tensors_of_states().values()), snapshot["averaged"])
-        self.policy.restore(snapshot["policy"])
         self._set_counters(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,7 +154,6 @@ class Replica:
             "optimizer": self.optimizer.state_dict(),
             "states_diverged": self._states_diverged,
             "weights": self.averages.state_dict(),
-            "trigger": self.policy.state_dict(),
             **self._counters(),
         }
 
@@ -165,8 +162,6 @@ class Replica:
         self.averages.load_state_dict(state["weights"])
         load_optimizer_state(self.optimizer, state["optimizer"])
         self._states_diverged = state["states_diverged"]
-        if state["trigger"]:
-            self.policy.load_state_dict(state["trigger"])
         self._set_counters(state)
 
     def close(self) -> None:
@@ -199,12 +194,14 @@ class Replica:
             "steps": [self.num_steps, self.num_local_steps],
             "started": self._num_started,
             "step_size": self._step_size.state_dict(),
+            "policy": self.policy.state_dict(),
         }
 
     def _set_counters(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_local_steps = state["steps"]
         self._num_started = state["started"]
         self._step_size.load_state_dict(state["step_size"])
+        self.policy.load_state_dict(state["policy"])
         self._begin_phase()
 
     def _begin_phase(self) -> None:
