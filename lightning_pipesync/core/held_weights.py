@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.faults.errors import mark_as_naming
-from lightning_pipesync.core.fingerprints import checksum, checksums_of
+from lightning_pipesync.core.fingerprints import checksums_of, digest
 
 REMEDY = (
     "Has your code written to weights, on some ranks alone, or on all without synchronize() before? Otherwise ranks "
@@ -61,8 +60,7 @@ class HeldWeights:
     @property
     def digest(self) -> bytes:
         """8 bytes, of all sums in their order."""
-        places = torch.arange(1, 2 * len(self.sums), 2)
-        return bytes(checksum(torch.tensor(self.sums, dtype=torch.int64) * places).view(torch.uint8).tolist())
+        return bytes.fromhex(digest(self.sums))[:8]
 
     @property
     def described(self) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import Bucket
-from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.comm.wire import HostCopies
 from tests.conformance import runners
 from tests.conformance.methods import METHODS
 from tests.conformance.training import Options

@@ -26,8 +26,8 @@ SENTENCES = {
 }
 
 
-def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interval: float) -> Fault | None:
-    """Returns the rank at fault, see [Note: the first fault]; None if the beats do not tell.
+def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interval: float) -> Fault | str:
+    """Returns the rank at fault, see [Note: the first fault]; if the beats do not tell, in words who may be.
 
     Args:
         beats: the last beat of each rank, ``interval`` seconds apart.
@@ -40,8 +40,10 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     if suspects:
         _, kind, peer = min(suspects)
         return fault_of(kind, peer, beats[peer])
-    if missing := [peer for peer in silent if not beats[peer].number]:
-        return fault_of("missing", missing[0], beats[missing[0]]) if len(missing) == 1 else None
+    if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
+        if len(missing) == 1:
+            return fault_of("missing", missing[0], beats[missing[0]])
+        return f" (not heard from yet: ranks {', '.join(map(str, missing))})"
     # One that is ahead may have given up first: it has waited for longer.
     blameless = [
         peer for peer, beat in enumerate(beats) if peer not in silent and (beat.left is None or beat.lost_peer)
@@ -49,17 +51,20 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     ahead = [peer for peer in blameless if beats[peer].ahead is not None]
     if len(ahead) == 1 < len(blameless):
         return fault_of("ahead", ahead[0], beats[ahead[0]])
-    if absent := absent_ranks(beats, rank):
-        peer = min(absent, key=lambda peer: beats[peer].exchanges)
-        behind = [other for other in absent if beats[other].exchanges == beats[peer].exchanges]
-        # A rank in an operation of another library publishes no wait.
-        return fault_of("absent", peer, beats[peer]) if len(behind) == 1 else None
     reached = _reached(beats, rank)
+    absent = [peer for peer in sorted(reached) if beats[peer].left is None and not list(_awaited(beats, peer))]
+    if absent:
+        fewest = min(beats[peer].exchanges for peer in absent)
+        behind = [peer for peer in absent if beats[peer].exchanges == fewest]
+        if len(behind) == 1:
+            return fault_of("absent", behind[0], beats[behind[0]])
+        # A rank in an operation of another library publishes no wait.
+        return f" (alive, and waiting for nobody: ranks {', '.join(map(str, absent))})"
     ended = [(beats[peer].at, peer) for peer in reached if beats[peer].left == "" and beats[peer].blames is None]
     if ended:
         return fault_of("ended", min(ended)[1], beats[min(ended)[1]])
     peers = [peer for peer in beats[rank].awaits if peer is not None and beats[peer].left is None]
-    return fault_of("unconnected", peers[0], beats[peers[0]]) if peers else None
+    return fault_of("unconnected", peers[0], beats[peers[0]]) if peers else ""
 
 
 def fault_of(kind: str, rank: int, beat: Beat) -> Fault:
@@ -72,20 +77,6 @@ def fault_of(kind: str, rank: int, beat: Beat) -> Fault:
 def has_raised(beat: Beat) -> bool:
     """Returns whether a rank has ended with an exception that no other rank caused."""
     return bool(beat.left) and not beat.lost_peer and beat.blames is None
-
-
-def describe_suspects(beats: Sequence[Beat], silent: Collection[int], rank: int) -> str:
-    """Returns in words which ranks may be at fault, if none is known to be."""
-    if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
-        return f" (not heard from yet: ranks {', '.join(map(str, missing))})"
-    absent = ", ".join(map(str, absent_ranks(beats, rank)))
-    return f" (alive, and waiting for nobody: ranks {absent})" if absent else ""
-
-
-def absent_ranks(beats: Sequence[Beat], rank: int) -> list[int]:
-    """Returns the live ranks for which ``rank`` waits, directly or through others, and which wait for no rank."""
-    reached = _reached(beats, rank)
-    return [peer for peer in sorted(reached) if beats[peer].left is None and next(_awaited(beats, peer), None) is None]
 
 
 def _reached(beats: Sequence[Beat], rank: int) -> set[int]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_pipesync.core.faults import heartbeat
-from lightning_pipesync.core.faults.diagnosis import SENTENCES, describe_suspects, fault_of, find_fault, has_raised
+from lightning_pipesync.core.faults.diagnosis import SENTENCES, fault_of, find_fault, has_raised
 from lightning_pipesync.core.faults.errors import (
     add_last_line,
     cause_of,
@@ -228,8 +228,8 @@ class PeerWatch:
             return UNKNOWN if self._left else self._describe_store()
         told = self.fault
         fault = told or find_fault(beats, silent, self._rank, self._heartbeat.interval)
-        if fault is None:
-            return UNKNOWN + describe_suspects(beats, silent, self._rank)
+        if isinstance(fault, str):
+            return UNKNOWN + fault
         if told is None:
             self._heartbeat.tell(fault)
         if self._rank == 0:

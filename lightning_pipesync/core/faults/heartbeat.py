@@ -89,22 +89,21 @@ class Neighbor:
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self._every_s = min(LISTEN_S, timeout_s * LISTEN_FRACTION)
-        self._last_heard: float | None = None  # by the clock of the caller
+        self._last_heard = -math.inf  # by the clock of the caller
         self._number, self._silent_s = -1, 0.0
         self.rank = rank
         self._pass_on()
 
     def is_due(self, now: float) -> bool:
         """Returns whether :meth:`hear` is to be called, at ``now`` seconds; never, if all others have ended."""
-        return self.rank != self._rank and (self._last_heard is None or now >= self._last_heard + self._every_s)
+        return self.rank != self._rank and now >= self._last_heard + self._every_s
 
     def hear(self, beat: Beat, now: float) -> bool:
         """Takes the last beat of :attr:`rank`; returns whether it has been silent for the timeout.
 
         Of the time since the last call, as much counts as is usual: this process may have been frozen itself.
         """
-        elapsed = 0.0 if self._last_heard is None else min(now - self._last_heard, 2 * self._every_s)
-        self._last_heard = now
+        elapsed, self._last_heard = min(now - self._last_heard, 2 * self._every_s), now
         if beat.left is not None:
             self._pass_on()
             return False
@@ -153,13 +152,14 @@ class Heartbeat:
         self._known: tuple[Fault | None, float] = None, 0.0  # the last fault, and when this thread learned of it
         self._forgotten: set[int] = set()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._closing = False
+        self._closing = self._answers = False  # whether the store answers; it may never again once it does not
         self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
         self._thread.start()
         try:
             self.call(self._begin, timeout_s)  # the store is slow when many ranks ask at the same time
         except RuntimeError:
             self._closing = True
+            join_thread(self._thread, 0.0)
             raise
 
     @property
@@ -233,24 +233,24 @@ class Heartbeat:
     def _begin(self) -> None:
         # A later watch of the same process, also in a later group if an agent keeps the store, has other keys.
         number = self._store.add(f"pipesync/watches/{self._rank}", 1)
-        self._store = dist.PrefixStore(f"pipesync/{number}", self._store)
+        self._store, self._answers = dist.PrefixStore(f"pipesync/{number}", self._store), True
 
     def _run(self) -> None:
         self._jobs.get()()
-        answers = True  # the store; otherwise it is gone for good
         while not self._closing:
-            if answers:
+            if self._answers:
                 try:
                     self._beat()
                     self._learn_fault()
                     self._act_on_fault()
                     self._listen()
                 except RuntimeError:
-                    answers = False
+                    self._answers = False
             with suppress(queue.Empty):
                 self._jobs.get(timeout=self.interval)()
-        with suppress(RuntimeError):
-            self._beat()
+        if self._answers:
+            with suppress(RuntimeError):
+                self._beat()
 
     def _beat(self) -> None:
         self._number += 1

@@ -9,8 +9,8 @@ from typing import Literal
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.wire import pickled
 from lightning_pipesync.core.dtensors import ELEMENTWISE
-from lightning_pipesync.core.plain import encode
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.servers.policies import Policy, policies
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
@@ -281,7 +281,7 @@ class ParameterServerConfig(Settings):
         for index, group in enumerate(current(optimizer)):
             for name, value in group.items():
                 try:
-                    encode(value, lambda tensor: 0)
+                    pickled(value)
                 except TypeError as error:
                     raise ValueError(
                         f"{name} of group {index} of {type(optimizer).__name__} is {value!r}, and cannot be sent to "

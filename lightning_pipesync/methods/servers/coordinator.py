@@ -21,11 +21,11 @@ from typing import Any
 
 from lightning_pipesync.core.held_weights import difference
 from lightning_pipesync.data.work_queue import WorkQueue
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.messages import (
     Answer,
     BatchRequest,
     Decision,
-    Evicted,
     Flushed,
     Gradient,
     Push,
@@ -45,7 +45,7 @@ class Coordinator:
     """Calls the sequencer with what arrives from ``learners``, and sends its decisions to ``followers`` in their order.
 
     Threads of the mail call its methods. ``num_reporting`` other servers report what arrives, see
-    [Note: incomplete gradients]. A period of grace takes ``grace_s`` seconds.
+    [Note: incomplete gradients].
     """
 
     def __init__(
@@ -54,12 +54,11 @@ class Coordinator:
         send: Callable[[int, Any], object],
         learners: Iterable[int],
         followers: Sequence[int],
-        keep_log: bool,
+        config: ParameterServerConfig,
         num_reporting: int = 0,
-        grace_s: float = 0.0,
     ) -> None:
-        self.log: list[Update] = []  # all updates so far, with ``keep_log``
-        self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
+        self.log: list[Update] = []  # all updates so far, with ``keep_log=True``
+        self._sequencer, self._send, self._followers, self._config = sequencer, send, followers, config
         self._queue = WorkQueue(learners)
         self._lost: set[int] = set()
         self._sent: defaultdict[int, deque[Gradient | Request]] = defaultdict(deque)  # by learner, not yet used
@@ -69,7 +68,7 @@ class Coordinator:
         self._reloading: set[int] = set()  # the ranks that retire because they have loaded weights or states
         self._same: set[int] = set()  # the ranks that got the same weights last, and are not lost
         self._flushed: dict[int, Flushed] = {}  # by those of them that have told what they have
-        self._grace_s, self._closed = grace_s, threading.Event()
+        self._closed = threading.Event()
         self._in_grace_after = -1  # the version that the latest period of grace follows
         self._lock = threading.Lock()
 
@@ -80,21 +79,25 @@ class Coordinator:
     def deliver(self, rank: int, message: Push | PushArrived | Request | BatchRequest | Flushed) -> None:
         """Takes what a rank has sent, or a server tells of it; ignored if that rank has just been lost."""
         with self._lock:
-            if isinstance(message, PushArrived):
-                self._note_report(message.gradient)
-            elif rank in self._lost:
-                return
-            elif isinstance(message, Push):
-                assert message.settings is not None
-                self._settings[message.gradient] = message.settings
-                self._take(rank, message.gradient)
-            elif isinstance(message, Request):
-                self._take(rank, message)
-            elif isinstance(message, BatchRequest):
-                self._hand_out(rank, message)
-            else:
-                self._flushed[rank] = message
-                self._answer_if_all_flushed()
+            match message:
+                case PushArrived(gradient) if gradient.rank in self._lost:
+                    self._decide([Decision(dropped=gradient)])
+                case PushArrived(gradient):
+                    self._reports[gradient] += 1
+                    self._take(gradient.rank)
+                case _ if rank in self._lost:
+                    pass
+                case Push(gradient, settings):
+                    assert settings is not None
+                    self._settings[gradient] = settings
+                    self._take(rank, gradient)
+                case Request():
+                    self._take(rank, message)
+                case BatchRequest():
+                    self._hand_out(rank, message)
+                case Flushed():
+                    self._flushed[rank] = message
+                    self._answer_if_all_flushed()
 
     def forget_rank(self, rank: int) -> None:
         """Marks a rank as lost: no decision waits for it, and it is notified, as it may only be frozen."""
@@ -103,7 +106,7 @@ class Coordinator:
             self._reloading.discard(rank)
             self._same.discard(rank)
             self._flushed.pop(rank, None)
-            self._send(rank, Evicted())
+            self._send(rank, self._eviction_of(rank))
             incomplete = {message for message in self._sent.pop(rank, ()) if isinstance(message, Gradient)}
             incomplete |= {gradient for gradient in self._reports if gradient.rank == rank}
             for gradient in incomplete:
@@ -117,7 +120,7 @@ class Coordinator:
         with self._lock:
             lost = rank in self._lost
         if lost:
-            self._send(rank, Evicted())
+            self._send(rank, self._eviction_of(rank))
         return lost
 
     def close(self) -> None:
@@ -135,34 +138,33 @@ class Coordinator:
             self._sequencer.staleness_lr.load_state_dict(state["staleness"])
             self._queue.load_state_dict(state["handed_out"])
 
-    def _note_report(self, gradient: Gradient) -> None:
-        if gradient.rank in self._lost:
-            self._decide([Decision(dropped=gradient)])
-        else:
-            self._reports[gradient] += 1
-            self._take(gradient.rank)
-
     def _take(self, rank: int, *messages: Gradient | Request) -> None:
         """Calls the sequencer with what a learner has sent, up to a gradient that some server does not have yet."""
         sent = self._sent[rank]
         sent.extend(messages)
         while sent:
-            message = sent[0]
-            if isinstance(message, Gradient):
-                if self._reports[message] < self._num_reporting:
-                    return
-                del self._reports[message]
+            match sent[0]:
+                case Gradient() as gradient:
+                    if self._reports[gradient] < self._num_reporting:
+                        return
+                    del self._reports[gradient]
+                    decisions = self._sequencer.push(gradient)
+                case Request.FETCH:
+                    decisions = self._sequencer.fetch(rank)
+                case Request.STEP | Request.SKIP as request:
+                    decisions = self._sequencer.check(rank, finite=request is Request.STEP)
+                case Request.RETIRE | Request.RELOAD as request:
+                    if request is Request.RELOAD:
+                        self._reloading.add(rank)
+                    decisions = self._sequencer.retire(rank)
             sent.popleft()
-            if isinstance(message, Gradient):
-                self._decide(self._sequencer.push(message))
-            elif message is Request.FETCH:
-                self._decide(self._sequencer.fetch(rank))
-            elif message in (Request.STEP, Request.SKIP):
-                self._decide(self._sequencer.check(rank, finite=message is Request.STEP))
-            else:
-                if message is Request.RELOAD:
-                    self._reloading.add(rank)
-                self._decide(self._sequencer.retire(rank))
+            self._decide(decisions)
+
+    def _eviction_of(self, rank: int) -> Refused:
+        return Refused(
+            f"Rank {rank} was not heard of in time, and counts as lost (timeout_s={self._config.timeout_s:g}): the "
+            "others continue without it. End this process."
+        )
 
     def _hand_out(self, rank: int, request: BatchRequest) -> None:
         epoch = request.loader, request.epoch
@@ -184,7 +186,7 @@ class Coordinator:
                 used = {gradient: self._settings.pop(gradient) for gradient in update.gradients}
                 newest = max(used, key=lambda gradient: (gradient.version, -gradient.rank))
                 decision = replace(decision, settings=used[newest])
-                if self._keep_log:
+                if self._config.keep_log:
                     self.log.append(update)
             if decision.whole:
                 if self._refuse_partial_reload(decision.released):
@@ -200,7 +202,7 @@ class Coordinator:
 
     def _give_grace(self, version: int) -> None:
         """Makes the update after a version when the period of grace is over, unless it was made meanwhile."""
-        if self._closed.wait(self._grace_s):
+        if self._closed.wait(self._config.grace_s):
             return
         with self._lock:
             if self._sequencer.in_grace and self._sequencer.version == version:

@@ -102,16 +102,13 @@ class Learner:
         self._router.await_weights("all ranks to load weights or an optimizer's state, as this one has")
 
     def begin_from_flushed(self) -> None:
-        """Prepares the first step after a flush without :meth:`restore_replica`."""
+        """Prepares a step from weights that all ranks have: flushed, without :meth:`restore_replica`, or loaded."""
 
     def keep_replica(self) -> None:
         """Keeps a copy of the replica before a flush makes the parameters the servers' weights."""
 
     def restore_replica(self) -> None:
-        """Undoes :meth:`keep_replica`."""
-
-    def begin_from_loaded(self) -> None:
-        """Continues from loaded weights, after :meth:`retire_to_reload` and :meth:`retire`."""
+        """Undoes :meth:`keep_replica`; also continues with the replica of a saved state."""
 
     def hook(self, module: nn.Module, parameters: Sequence[NamedParameter], is_synced: Callable[[], bool]) -> Hooks:
         """Registers the hooks at which passes are cancelled, if the policy does that; returns their handles."""
@@ -329,7 +326,6 @@ class EASGDLearner(_LocalLearner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._kept: list[Tensor] = []  # the replica, while the parameters are the center
-        self._resumes = False  # with the replica of a checkpoint
 
     def step(self, index: int, update: Callable[[], T] | None) -> T | None:
         result = self._user_steps.update_own(index, update)
@@ -356,13 +352,6 @@ class EASGDLearner(_LocalLearner):
             bucket.unpack_from(kept)
         self._kept = []
 
-    def begin_from_loaded(self) -> None:
-        if self._resumes:
-            self.restore_replica()
-        else:
-            self.begin_from_flushed()
-        self._resumes = False
-
     def state_dict(self) -> dict[str, Any]:
         kept = [flat.to("cpu", copy=True) for flat in self._kept]
         return {**super().state_dict(), "replica": kept, "first_step": self._first_step}
@@ -371,7 +360,7 @@ class EASGDLearner(_LocalLearner):
         super().load_state_dict(state)
         pairs = zip(self._buckets, state["replica"], strict=True)
         self._kept = [kept.to(bucket.packed.device, copy=True) for bucket, kept in pairs]
-        self._first_step, self._resumes = state["first_step"], True
+        self._first_step = state["first_step"]
 
 
 class DiLoCoLearner(_LocalLearner):

@@ -175,12 +175,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Evicted:
-    """The rank that gets this counts as lost; the others train without it."""
-
-
-@dataclass(frozen=True)
 class Refused:
-    """All ranks raise a RuntimeError with this message."""
+    """The rank that gets this raises a RuntimeError: it counts as lost, or what all ranks have done is refused."""
 
     message: str

@@ -16,7 +16,6 @@ from lightning_pipesync.methods.servers.messages import (
     Answer,
     BatchRequest,
     Decision,
-    Evicted,
     Flushed,
     PartialSums,
     Push,
@@ -134,13 +133,6 @@ class MessageRouter:
                     self.newest = max(self.newest, update.version)
                 if server is not None:
                     server.follow(message)
-            case Evicted():
-                self.fail(
-                    RuntimeError(
-                        f"Rank {self._rank} was not heard of in time, and counts as lost "
-                        f"(timeout_s={self._timeout_s:g}): the others continue without it. End this process."
-                    )
-                )
             case Refused(text):
                 self.fail(RuntimeError(text))
             case WeightsMessage():

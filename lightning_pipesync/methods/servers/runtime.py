@@ -128,9 +128,7 @@ class ParameterServer(SyncMethod):
         reporting = num_servers - 1 if roles.survives_loss else 0
         if config.independent_shards:  # each server is its own coordinator
             followers, reporting = everyone[transport.rank : transport.rank + 1], 0
-        self._coordinator = Coordinator(
-            sequencer, router.send, roles.learners, followers, config.keep_log, reporting, config.grace_s
-        )
+        self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config, reporting)
         self._at_detach(lambda _: self._coordinator.close())
         router.start(self._coordinator, self._server, self._states.kept)
 
@@ -286,6 +284,7 @@ class ParameterServer(SyncMethod):
         self._take_written()
         if self._loaded:
             self._reload()
+            self._learner.begin_from_flushed()
 
     def _note_weights(self) -> None:
         self._versions = versions_of([tensor for _, tensor in self._served])
@@ -334,7 +333,6 @@ class ParameterServer(SyncMethod):
         if self._server is not None:
             self._server.reload(lambda: self._states.read_loaded(weights, optimizers))
         self._learner.retire()  # waits until all servers have read
-        self._learner.begin_from_loaded()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -393,6 +391,7 @@ class ParameterServer(SyncMethod):
         if self._learner.outer is not None and "outer" in state:
             load_optimizer_state(self._learner.outer, state["outer"])
         self._reload()
+        self._learner.restore_replica()
 
     @property
     def _clips_own(self) -> bool:

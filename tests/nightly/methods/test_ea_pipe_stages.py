@@ -253,30 +253,6 @@ def test_a_buffer_that_the_layers_write_to() -> None:
 # --- on processes -----------------------------------------------------------------------------------------------------
 
 
-class Splits(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.tanh(), x.sigmoid()
-
-
-class Ends(nn.Module):
-    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
-        return parts[0] * parts[1]
-
-
-def with_pairs() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
-
-
-def train_pairs(algorithm: str) -> list[Tensor]:
-    model = with_pairs()
-    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], algorithm=algorithm, split=(3,))
-    train_on(engine, range(4))
-    engine.gather()
-    engine.detach()
-    return [tensor.detach() for tensor in model.state_dict().values()]
-
-
 def feed_differently(algorithm: str) -> tuple[str, str] | None:
     engine = EAPipe(layers(), None, OPTIMIZERS["sgd"], algorithm=algorithm, split=CUTS[2])
     x, y = batch(0, 0)
@@ -290,27 +266,23 @@ def feed_differently(algorithm: str) -> tuple[str, str] | None:
     return refused
 
 
+def flush_earlier() -> tuple[str, str] | None:
+    """The first stage flushes the pipeline where the last one expects another mini-batch."""
+    engine = engine_on(layers(), virtual_stages=None, split=CUTS[2])
+    train_on(engine, range(3))
+    refused = raised(engine.flush if torch.distributed.get_rank() else lambda: train_on(engine, range(3, 4)))
+    engine.detach(timeout_s=1.0)
+    return refused
+
+
 def test_different_batches_are_noticed() -> None:
     """By the last stage; the others notice that it is gone, if they do not compare the batches themselves."""
-    cases = {algorithm: partial(feed_differently, algorithm) for algorithm in ("gpipe", "ea_pipe")}
+    cases: dict[str, Any] = {one: partial(feed_differently, one) for one in ("gpipe", "ea_pipe")}
+    cases["flushes"] = flush_earlier
     outcomes = launch_cases(cases, 2, launch=launch)  # messages are left behind that nobody receives
     for refused in (*outcomes["gpipe"], outcomes["ea_pipe"][0]):
         assert_raised(refused, "RuntimeError", "different mini-batches")
-
-
-def test_a_tuple_between_synchronous_stages() -> None:
-    """And BatchNorm has seen each micro-batch once, not what shapes are looked at with."""
-    model = with_pairs()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for t in range(4):
-        x, y = batch(t, 0)
-        optimizer.zero_grad()
-        for part in (slice(0, 4), slice(4, 8)):
-            (nn.functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
-        optimizer.step()
-    outcomes = launch_cases({one: partial(train_pairs, one) for one in ("gpipe", "1f1b")}, 2)
-    for outcome in outcomes["gpipe"] + outcomes["1f1b"]:
-        torch.testing.assert_close(outcome, [tensor.detach() for tensor in model.state_dict().values()])
+    assert_raised(outcomes["flushes"][0], "RuntimeError", "Stage 1 has sent the end of its mini-batches")
 
 
 # --- which layers a stage gets ----------------------------------------------------------------------------------------

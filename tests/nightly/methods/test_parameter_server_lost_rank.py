@@ -298,7 +298,7 @@ def test_half_a_gradient_is_not_used() -> None:
     sent: list[tuple[int, Any]] = []
     sequencer = Sequencer(Policy(1, waits=False), range(3))
     given = (lambda *message: sent.append(message), range(3), range(2))
-    coordinator = Coordinator(sequencer, *given, keep_log=True, num_reporting=1)
+    coordinator = Coordinator(sequencer, *given, ParameterServerConfig(keep_log=True), num_reporting=1)
     whole, half, late = (Gradient(2, step, version=0) for step in (1, 2, 3))
     coordinator.deliver(1, PushArrived(whole))
     coordinator.deliver(2, Push(whole, UpdateSettings([]), [], []))
@@ -318,7 +318,9 @@ def test_half_a_gradient_is_not_used() -> None:
 def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
     """A message is taken by one thread, and the loss of its sender by another."""
     sequencer = Sequencer(Policy(2, waits=True), range(3))
-    coordinator = Coordinator(sequencer, lambda *message: None, range(3), range(1), keep_log=True)
+    coordinator = Coordinator(
+        sequencer, lambda *message: None, range(3), range(1), ParameterServerConfig(keep_log=True)
+    )
     assert not coordinator.is_evicted(2)
     coordinator.forget_rank(2)
     coordinator.deliver(2, Push(Gradient(2, 1, version=0), UpdateSettings([]), [], []))
