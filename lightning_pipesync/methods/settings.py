@@ -30,7 +30,8 @@ class Settings:
 
     A dataclass checks the ranges of its settings in its ``__post_init__``, after that of this class.
 
-    The attributes here tell the frameworks how methods differ; a method overrides those that differ for it.
+    The attributes here tell the frameworks how methods differ; a method overrides those that differ for it. What means
+    the same in several methods is documented here.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -40,11 +41,15 @@ class Settings:
     #: Settings that the Trainer replaces by its own arguments, each with that argument.
     set_by_trainer: ClassVar[Mapping[str, str]] = {}
     timeout_s: float = 1800.0
+    """Seconds after which a rank that does not answer counts as lost."""
+
     wait_for_hooks: bool = True
 
     # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"
     full_pass: bool = False
+    """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
+
     injection: tuple[float, float] | None = None
 
     compression: Compression = "none"
@@ -53,9 +58,19 @@ class Settings:
     low_rank_method: LowRankMethod = "acp_sgd"
 
     topology: Topology = "flat"
+    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
+    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
+    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
+    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
+    a row for each host; otherwise flat."""
+
     torus_columns: int | None = None
+    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
+    ranks of a host, if there are several."""
 
     checkpoint_replicas: bool = True
+    """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
+    smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
         """Raises a ValueError unless each setting is of its type, and those of all methods are in their range."""

@@ -11,10 +11,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
-from lightning_pipesync.methods.replicas.elastic import attracted, force_of
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.neighbors import Neighbors
-from lightning_pipesync.methods.replicas.settings import ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import (
+    MakeOptimizer,
+    Neighbors,
+    ReplicaSettings,
+    attracted,
+    force_of,
+)
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, Topology
 
@@ -121,22 +124,13 @@ class LocalSGDConfig(ReplicaSettings):
     others, which forgets nothing."""
 
     topology: Topology = "auto"
-    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
-    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
-    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
-    a row for each host; otherwise flat."""
-
     torus_columns: int | None = None
-    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
-    ranks of a host, if there are several."""
 
     partition: Partition = "defdp"
     """Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync, Section
     III-D)."""
 
     full_pass: bool = False
-    """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
 
     injection: Injection | None = None
     """Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E."""
@@ -145,7 +139,6 @@ class LocalSGDConfig(ReplicaSettings):
     """Maximum bucket size in MiB. A bucket is exchanged in one collective."""
 
     timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that does not answer counts as lost."""
 
     lighthouse: str | None = None
     """``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that of the
@@ -157,8 +150,6 @@ class LocalSGDConfig(ReplicaSettings):
     ``PIPESYNC_NUM_REPLICAS``, or 1."""
 
     checkpoint_replicas: bool = True
-    """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
-    smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,15 +45,7 @@ class PipeSGDConfig(Settings):
     averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
 
     topology: Topology = "auto"
-    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
-    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
-    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
-    a row for each host; otherwise flat."""
-
     torus_columns: int | None = None
-    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
-    ranks of a host, if there are several."""
 
     pipeline_level: Literal[1, 2] = 1
     """1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is ready (Fig. 7)."""
@@ -86,7 +78,6 @@ class PipeSGDConfig(Settings):
     times the weights for every rank. Without them a resumed run predicts its first steps with the averages."""
 
     timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that does not answer counts as lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

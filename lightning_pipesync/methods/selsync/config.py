@@ -11,8 +11,7 @@ from typing import ClassVar, Literal
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.settings import Average, ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import Average, MakeOptimizer, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
 
@@ -80,7 +79,6 @@ class SelSyncConfig(ReplicaSettings):
     """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's order."""
 
     full_pass: bool = False
-    """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
 
     injection: Injection | None = None
     """Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the ranks sends
@@ -104,25 +102,13 @@ class SelSyncConfig(ReplicaSettings):
     ``aggregation="gradients"``."""
 
     topology: Topology = "auto"
-    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
-    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
-    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
-    a row for each host; otherwise flat."""
-
     torus_columns: int | None = None
-    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
-    ranks of a host, if there are several."""
 
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole."""
 
     timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that does not answer counts as lost."""
-
     checkpoint_replicas: bool = True
-    """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
-    smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
