@@ -42,8 +42,8 @@ from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_g
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
 from lightning_pipesync.core.torch_private import is_dtensor, reshard, watch_collectives
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.method import PIECE_MB, group_members
-from lightning_pipesync.methods.module_hook import Loads
+from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
+from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import StepRecord, UserSteps
 from lightning_pipesync.methods.step_calls import StepCalls
@@ -112,7 +112,7 @@ class SyncMethod(StepCalls):
         self._module, self._mesh = module, replicas or replicas_of_model(module)
         self.record = StepRecord(len(self.optimizers), self.reduces_together)
         self._gradient_hooks: dict[int, list[RemovableHandle]] = {}
-        self._loads: Loads | None = None
+        self._was_loaded = False  # whether a state was, since the ranks have compared
         self._followed: list[Callable[[], list[Tensor]]] = []
         self._ends: list[Callable[[float], object]] = []
         self.transport = self._make_transport(device_of(module), backend)
@@ -137,7 +137,10 @@ class SyncMethod(StepCalls):
             self._read_buffers = buffer_reader(module)
             self._broadcast_buffers()
             self.data = TrainingData(self.config, self.transport)
-            self._loads = Loads(module, self.optimizers) if self.same_weights else None
+            if self.same_weights:
+                trained = [parameter for one in self.optimizers for parameter in parameters_of(one)]
+                hooks = hook_loading(self._note_loading, modules_with(module, trained), self.optimizers)
+                self._remove_at_detach(hooks)
             self._attach(parameters)
         except BaseException:
             self._detach(timeout_s=1.0)
@@ -210,13 +213,13 @@ class SyncMethod(StepCalls):
         gradients = sum(parameter.nbytes for parameter in self._trained(None) if parameter.requires_grad)
         return 2 * (self.transport.world_size - 1) / self.transport.world_size * gradients
 
-    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call.
 
-        Of a sharded model it has DTensors.
+        Of a sharded model it has DTensors. The optimizer may be omitted if there is only one.
         """
         with self.given_back():
-            return optimizer.state_dict()
+            return self.optimizers[self._index(optimizer)].state_dict()
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
@@ -256,8 +259,6 @@ class SyncMethod(StepCalls):
         self._unwatch()
         if self._sharded is not None:
             self._sharded.release()
-        if self._loads is not None:
-            self._loads.remove()
         self.transport.close(timeout_s)
 
     # --- what a method implements -----------------------------------------------------------------------------------
@@ -322,11 +323,19 @@ class SyncMethod(StepCalls):
                 )
         self._compare_loaded()
 
+    def _note_loading(self, loaded: nn.Module | Optimizer, *_: object) -> None:
+        """Called after a state was loaded into a part that is trained, or an optimizer, if ``same_weights``.
+
+        A part that no optimizer trains does not count: weights may be loaded into a teacher often.
+        """
+        self._was_loaded = True
+
     def _compare_loaded(self) -> None:
         """Raises on all ranks if some rank has loaded a state and ranks now differ; a collective call."""
-        if self._loads is None:
+        if not self.same_weights:
             return
-        loaded = any(self.transport.exchange_flags(self._loads.take()).wait())
+        noted, self._was_loaded = self._was_loaded, False
+        loaded = any(self.transport.exchange_flags(noted).wait())
         if self.transport.shards is not None:
             loaded = any(self.transport.shards.exchange_flags(loaded).wait())
         if loaded:

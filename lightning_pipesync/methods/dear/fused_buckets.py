@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.link import measure_link
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers, choose_early_gathers
+from lightning_pipesync.methods.gradients.backpipe import BackPipe
 from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_state
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_gradients
@@ -22,10 +26,7 @@ V = TypeVar("V")
 
 
 class FusedBuckets:
-    """The parameters, fused into buckets, in the order of their gradients; none before the first :meth:`fuse`.
-
-    Implements :class:`ReducedBuckets`. ``version`` changes with the buckets.
-    """
+    """The parameters, fused into buckets, in the order of their gradients; none before the first :meth:`fuse`."""
 
     def __init__(
         self,
@@ -33,25 +34,30 @@ class FusedBuckets:
         optimizers: Sequence[Optimizer],
         config: DeARConfig,
         transport: Transport,
+        backpipe: BackPipe,
         feedpipe: FeedPipe[FusedBucket],
     ) -> None:
-        self._order, self._optimizers = order, optimizers
-        self._config, self._transport, self._feedpipe = config, transport, feedpipe
+        self._order, self._optimizers, self._config = order, optimizers, config
+        self._transport, self._backpipe, self._feedpipe = transport, backpipe, feedpipe
         self._parameters: Sequence[NamedParameter] = ()
         self._low_rank: LowRankGradients | None = None
         self._ready: Sequence[NamedParameter] = ()  # in the order of their gradients
         self._needed: Sequence[NamedParameter] = ()  # in the order of the forward pass
         self.buckets: list[FusedBucket] = []
-        self.index_of: dict[int, int] = {}
-        self.version = 0
+        self._gathers_early = config.gathers_early and transport.world_size > 1
+        self._early: EarlyGathers | None = None  # of these buckets; None until there are times to choose them by
+        self._link: LinkCost | None = None  # measured once
 
     def of_optimizer(self, index: int) -> list[FusedBucket]:
         """Returns the buckets of an optimizer, in the order of their all-gathers."""
         return [bucket for bucket in self._feedpipe.buckets if bucket.group[0] == index]
 
     def reset(self, parameters: Sequence[NamedParameter]) -> None:
-        """Releases the buckets; the next :meth:`fuse` makes buckets of ``parameters``."""
+        """Releases the buckets; the next :meth:`fuse` makes buckets of ``parameters``, and measures new ones' times."""
         self.release()
+        ids, known = ({id(parameter.tensor) for parameter in those} for those in (parameters, self._parameters))
+        if self._gathers_early and ids != known:
+            self._order.times.begin()
         self._parameters = parameters
         self._low_rank = low_rank_gradients(parameters, self._config)
 
@@ -102,6 +108,55 @@ class FusedBuckets:
             if index is None:
                 bucket.drop_movement()
 
+    @property
+    def planned(self) -> bool:
+        """Whether the all-gathers that start under backward are chosen for these buckets, or there are none."""
+        return not self._gathers_early or self._early is not None
+
+    @property
+    def num_early(self) -> int:
+        """Number of all-gathers that start under backward."""
+        return 0 if self._early is None else sum(map(len, self._early.after))
+
+    def plan_early_gathers(self) -> bool:
+        """Chooses the all-gathers that start under the next backward passes, if that is due: the same on all ranks.
+
+        Returns whether it was; then it is a collective call, with nothing in flight.
+        """
+        if not self.buckets or self.planned or self._order.times.measuring:
+            return False
+        if self._link is None:
+            self._link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self.buckets])
+        chosen = None
+        if self._transport.rank == 0:
+            chosen = choose_early_gathers(self._bucket_times(self._link), divisible=self._transport.gathers_parts)
+        self._early = self._transport.broadcast_object(chosen)
+        return True
+
+    def gather_early_after(self, index: int, queue: CommQueue) -> None:
+        """Queues the all-gathers that follow the reduce-scatter of the bucket ``index``."""
+        if self._early is not None:
+            for other in self._early.after[index]:
+                self.buckets[other].gather_early(queue, self._early.pieces[other])
+
+    def _bucket_times(self, link: LinkCost) -> list[BucketTimes]:
+        """Returns the times of the buckets, since the first gradient of backward.
+
+        A parameter that was not seen counts as ready at the end of backward, and as needed at the beginning of forward.
+        """
+        ready, needed = self._order.times.ready, self._order.times.needed
+        end, world_size = max(ready.values(), default=0.0), self._transport.world_size
+        return [
+            BucketTimes(
+                ready=max(ready.get(id(member.tensor), end) for member in bucket.members),
+                needed=min(needed.get(id(member.tensor), 0.0) for member in bucket.members),
+                reduce_scatter=link.reduce_scatter(bucket.gradients.flat.nbytes, world_size),
+                all_gather=link.all_gather(bucket.gradients.flat.nbytes, world_size),
+                latency=link.all_gather(0, world_size),
+            )
+            for bucket in self.buckets
+        ]
+
     def find_present(self) -> None:
         """Finds the parameters that have a gradient on some rank; the others are not updated, as in DDP."""
         flags = [present for bucket in self.buckets for present in bucket.present]
@@ -114,7 +169,6 @@ class FusedBuckets:
         for bucket in self.buckets:
             bucket.release()
         self._set_buckets([])
-        self.version += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the parameters of each bucket, the observed orders, and this rank's state of each bucket."""
@@ -144,24 +198,9 @@ class FusedBuckets:
             FusedBucket(members, self._optimizers, self._config, self._transport, number, self._low_rank)
             for number, members in enumerate(layout)
         ]
-        self.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}
+        self._early, self._backpipe.buckets = None, self.buckets
+        self._backpipe.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}
         self._feedpipe.set_buckets(self.buckets, [parameter.tensor for parameter in self._needed])
-
-
-class OfOptimizer:
-    """The buckets of one optimizer, which are reduced by themselves once it steps.
-
-    Implements :class:`ReducedBuckets`.
-    """
-
-    index_of: Mapping[int, int] = MappingProxyType({})  # none starts under a backward pass
-
-    def __init__(self, fused: FusedBuckets, index: int) -> None:
-        self._fused, self._index = fused, index
-
-    @property
-    def buckets(self) -> list[FusedBucket]:
-        return self._fused.of_optimizer(self._index)
 
 
 def _names(layout: Iterable[Sequence[NamedParameter]]) -> tuple[tuple[str, ...], ...]:

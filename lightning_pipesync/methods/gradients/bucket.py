@@ -174,7 +174,7 @@ class GradientBucket:
 class GradientBuckets:
     """The gradients of an optimizer in buckets of ``parameters``, in the order of their all-reduces.
 
-    Implements :class:`ReducedBuckets`.
+    ``index_of``: the index of a parameter's bucket, by the parameter's id.
     """
 
     def __init__(
