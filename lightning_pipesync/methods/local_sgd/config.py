@@ -15,8 +15,8 @@ from lightning_pipesync.methods.replicas.elastic import attracted, force_of
 from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
 from lightning_pipesync.methods.replicas.neighbors import Neighbors
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
-from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, Topology
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB
+from lightning_pipesync.methods.settings import AllReduceSettings, Partition
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 
@@ -29,7 +29,7 @@ SPARSELOCO_DECAY = 0.95
 
 
 @dataclass(frozen=True)
-class LocalSGDConfig(ReplicaSettings):
+class LocalSGDConfig(AllReduceSettings, ReplicaSettings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
 
     Raises:
@@ -120,17 +120,6 @@ class LocalSGDConfig(ReplicaSettings):
     SparseLoCo, where it stands for the outer momentum). ``auto``: 0.95 for ``chunked_topk``, as in SparseLoCo; 1 for
     others, which forgets nothing."""
 
-    topology: Topology = "auto"
-    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
-    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
-    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
-    a row for each host; otherwise flat."""
-
-    torus_columns: int | None = None
-    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
-    ranks of a host, if there are several."""
-
     partition: Partition = "defdp"
     """Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync, Section
     III-D)."""
@@ -143,9 +132,6 @@ class LocalSGDConfig(ReplicaSettings):
 
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective."""
-
-    timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that does not answer counts as lost."""
 
     lighthouse: str | None = None
     """``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that of the
