@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -111,16 +110,22 @@ class SyncMethod(StepCalls):
         reshard(module)
         self._module, self._mesh = module, replicas or replicas_of_model(module)
         self.record = StepRecord(len(self.optimizers), self.reduces_together)
-        self._gradient_hooks: dict[int, list[RemovableHandle]] = {}
+        self._hooked: set[int] = set()  # ids of the parameters whose gradients are
         self._was_loaded = False  # whether a state was, since the ranks have compared
         self._followed: list[Callable[[], list[Tensor]]] = []
         self._ends: list[Callable[[float], object]] = []
         self.transport = self._make_transport(device_of(module), backend)
+        self._at_detach(self.transport.close)
         self.user_steps = UserSteps(self)
+        self._at_detach(lambda _: self.user_steps.release())
         self.transport.end_other_waits(groups_of_shards(module))
         watch = self.transport.watch
-        self._unwatch = watch_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
+        unwatch = watch_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
+        self._at_detach(lambda _: unwatch())
         self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
+        if self._sharded is not None:
+            release = self._sharded.release
+            self._at_detach(lambda _: release())
         try:
             parameters = on_all_ranks(self.transport.job, self._agreed_parameters)
             on_all_ranks(self.transport.job, self._check_support)
@@ -247,19 +252,9 @@ class SyncMethod(StepCalls):
 
     def _detach(self, timeout_s: float) -> None:
         with ExitStack() as ends:
-            ends.callback(self._end, timeout_s)
             for end in self._ends:
                 ends.callback(end, timeout_s)
             self._ends.clear()
-
-    def _end(self, timeout_s: float) -> None:
-        for hook in chain.from_iterable(self._gradient_hooks.values()):
-            hook.remove()
-        self.user_steps.release()
-        self._unwatch()
-        if self._sharded is not None:
-            self._sharded.release()
-        self.transport.close(timeout_s)
 
     # --- what a method implements -----------------------------------------------------------------------------------
 
@@ -300,11 +295,12 @@ class SyncMethod(StepCalls):
         parameters = collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
         for parameter in parameters:
             tensor = parameter.tensor
-            if parameter.group and id(tensor) not in self._gradient_hooks:
+            if parameter.group and id(tensor) not in self._hooked:
+                self._hooked.add(id(tensor))
                 hooks = [self.record.gradient_hook(parameter.group[0])]
                 if isinstance(tensor, LocalShard) and not tensor.reduced_by_fsdp:
                     hooks.insert(0, reduce_gradient)
-                self._gradient_hooks[id(tensor)] = [hook_gradient(tensor, hook) for hook in hooks]
+                self._remove_at_detach(hook_gradient(tensor, hook) for hook in hooks)
         self._agreed, self._agreed_members = parameters, group_members(self.optimizers)
         return parameters
 
