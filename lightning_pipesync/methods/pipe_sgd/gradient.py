@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of, count_copies
 from lightning_pipesync.core.torch_private import foreach_mul_
-from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.low_rank import low_rank_bucket, low_rank_gradients
+from lightning_pipesync.methods.gradients.bucket import GradientBucket, GradientBuckets
+from lightning_pipesync.methods.gradients.low_rank import low_rank_gradients
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.replicas.flags import check_same
@@ -34,60 +33,35 @@ DIFFERS, SKIPPED, NEW_PARAMETERS = 1, (2, 4), 8
 SHARD_OF_PIECE = 4 * MIB
 
 
-class GradientLayout:
+class GradientLayout(GradientBuckets):
     """How the gradients of some parameters are fused, step after step.
 
     ``members`` are these, bucket by bucket, in the order in which their gradients are expected. ``compared`` is, by
-    member, whether it had a gradient when the ranks last compared: on this rank, on any. ``low_rank`` are the
-    factorized gradients, which those of several steps share; None without.
+    member, whether it had a gradient when the ranks last compared: on this rank, on any.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], config: PipeSGDConfig, transport: Transport) -> None:
-        self.config, self._transport = config, transport
+        self.config, self.transport = config, transport
         ready_order = [replace(parameter, group=None) for parameter in reversed(parameters)]
         if config.pipeline_level == 1:
-            self._members_of = plan_buckets(ready_order, Fusion(bucket_mb=config.bucket_mb or math.inf))
+            plan = plan_buckets(ready_order, Fusion(bucket_mb=config.bucket_mb or math.inf))
         else:
             segments = _segments(ready_order, config.segments)
-            self._members_of = [b for part in segments for b in plan_buckets(part, Fusion(bucket_mb=math.inf))]
-        self.members = [member for members in self._members_of for member in members]
-        self.index_of = {id(m.tensor): index for index, members in enumerate(self._members_of) for m in members}
+            plan = [bucket for part in segments for bucket in plan_buckets(part, Fusion(bucket_mb=math.inf))]
+        self.members = [member for members in plan for member in members]
         self.compared = [True] * len(parameters), [True] * len(parameters)
-        self.low_rank = low_rank_gradients(parameters, config)
-        tensors = [[member.tensor for member in members] for members in self._members_of]
-        self._factorized = [low_rank_bucket(self.low_rank, each, transport.world_size) for each in tensors]
-        first = self._new_buckets()
-        if config.uses_error_feedback:
-            for bucket in first:
-                bucket.use_error_feedback()
-        self._feedback = [bucket.feedback for bucket in first]
-        self._free = [first]
-
-    @property
-    def feedback(self) -> list[ErrorFeedback]:
-        """The residuals of each piece, which gradients of several steps share; empty without error feedback."""
-        return [feedback for of_bucket in self._feedback for feedback in of_bucket if feedback is not None]
+        tensors = [[member.tensor for member in members] for members in plan]
+        low_rank = low_rank_gradients(parameters, config)
+        feedback = config.uses_error_feedback
+        super().__init__(tensors, transport, config.compression, feedback, low_rank, SHARD_OF_PIECE)
+        self._free = [self.buckets]
 
     def acquire_buckets(self) -> list[GradientBucket]:
         """Returns a bucket for each part, with undefined content."""
-        if self._free:
-            return self._free.pop()
-        buckets = self._new_buckets()
-        for bucket, feedback in zip(buckets, self._feedback, strict=True):
-            bucket.feedback = feedback
-        return buckets
+        return self._free.pop() if self._free else [bucket.twin() for bucket in self.buckets]
 
     def release_buckets(self, buckets: list[GradientBucket]) -> None:
         self._free.append(buckets)
-
-    def _new_buckets(self) -> list[GradientBucket]:
-        buckets = []
-        for number, members in enumerate(self._members_of):
-            tensors = [member.tensor for member in members]
-            piece_numel = SHARD_OF_PIECE * self._transport.world_size // tensors[0].element_size()
-            args = (tensors, self._transport, self.config.compression, piece_numel, number, self._factorized[number])
-            buckets.append(GradientBucket(*args))
-        return buckets
 
 
 class GradientInFlight:
@@ -106,8 +80,8 @@ class GradientInFlight:
     num_updates: int  # that had been made when it was computed
     _optimizer: str  # its name
 
-    def __init__(self, layout: GradientLayout, transport: Transport) -> None:
-        self._layout, self._transport = layout, transport
+    def __init__(self, layout: GradientLayout) -> None:
+        self._layout, self._transport = layout, layout.transport
         self.buckets = layout.acquire_buckets()
         self._weights: list[GradientBucket] | None = None
         self._compared = layout.compared

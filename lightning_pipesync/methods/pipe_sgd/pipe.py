@@ -155,12 +155,11 @@ class GradientPipe:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the gradients in flight, the counters and the codec's residuals; a collective call."""
-        pipeline, low_rank = self.pipeline, self._layout.low_rank
+        pipeline = self.pipeline
         return {
             "steps": [pipeline.num_steps, pipeline.num_updates, pipeline.staleness],
             "in_flight": [gradient.state_dict() for gradient in pipeline.in_flight],
-            "feedback": [feedback.state_dict() for feedback in self._layout.feedback],
-            **({} if low_rank is None else {"low_rank": low_rank.state_dict()}),
+            **self._layout.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,13 +169,10 @@ class GradientPipe:
         pipeline.num_steps, pipeline.num_updates, pipeline.staleness = state["steps"]
         pipeline.in_flight.clear()
         for saved in state["in_flight"]:
-            gradient = GradientInFlight(self._layout, self._transport)
+            gradient = GradientInFlight(self._layout)
             gradient.load_state_dict(saved)
             pipeline.submit(gradient)
-        for feedback, residuals in zip(self._layout.feedback, state["feedback"], strict=True):
-            feedback.load_state_dict(residuals)
-        if self._layout.low_rank is not None:
-            self._layout.low_rank.load_state_dict(state["low_rank"])
+        self._layout.load_state_dict(state)
 
     def _set_layout(self, parameters: Sequence[NamedParameter]) -> None:
         self._layout = GradientLayout(parameters, self._config, self._transport)
@@ -197,7 +193,7 @@ class GradientPipe:
         if self._in_grad is not None and not self._in_grad.is_in_grad():
             self._in_grad.release()
             self._in_grad = None
-        self._started = GradientInFlight(self._layout, self._transport)
+        self._started = GradientInFlight(self._layout)
         self._backpipe.buckets = self._started.buckets
 
     def _refuse_outdated(self) -> None:

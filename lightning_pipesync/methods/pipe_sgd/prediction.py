@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -139,19 +139,11 @@ class PredictedWeights:
             yield groups
             return
         for index, parameters in groups.items():
-            block: list[Tensor] = []
-            room = 0.0
-            for parameter in parameters:
-                size = parameter.numel() * parameter.element_size() / MIB
-                if size > room and block:
-                    yield {index: block}
-                    block = []
-                if not block:
-                    room = BLOCK_MB if parameter.is_cuda else BLOCK_MB_ON_CPU
-                block.append(parameter)
-                room -= size
-            if block:
-                yield {index: block}
+            before = accumulate((parameter.nbytes / MIB for parameter in parameters), initial=0.0)
+            sizes = [BLOCK_MB if parameter.is_cuda else BLOCK_MB_ON_CPU for parameter in parameters]
+            numbers = [mib // size for mib, size in zip(before, sizes, strict=False)]  # of the block where it begins
+            for _, block in groupby(zip(numbers, parameters, strict=True), key=lambda pair: pair[0]):
+                yield {index: [parameter for _, parameter in block]}
 
     @torch.no_grad()
     def _predict(
