@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks import command
 from benchmarks.baselines.servers import PushPull
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench import collectives
+from lightning_pipesync.lab.predictions.cluster import MeasuredCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Collectives(collectives.Collectives):
             operations["ours", operation, "none"] = partial(push_and_pull, exchange)
         return operations
 
-    def predict(self, link: LinkCost, operation: str, num_bytes: int, world_size: int) -> float:
+    def predict(self, link: MeasuredCost, operation: str, num_bytes: int, world_size: int) -> float:
         if operation in collectives.HALVES:
             return super().predict(link, operation, num_bytes, world_size)
         return link.sharded_servers(num_bytes, world_size, servers_by_operation(world_size)[operation])

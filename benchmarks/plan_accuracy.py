@@ -13,8 +13,6 @@ import torch.distributed as dist
 import benchmarks.baselines  # noqa: F401 - adds its networks to the models
 from benchmarks import command
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.models import EMULATED, TABLES
@@ -166,8 +164,8 @@ def extrapolated(results: Sequence[Mapping[str, Any]]) -> list[Outcome]:
     fewest, *others = sorted(results, key=lambda result: int(result["world_size"]))
     found = []
     for result in others:
-        cluster = Cluster.from_dict(fewest["cluster"]).with_hosts(result["world_size"])
-        seconds = {one.name: one.seconds for one in considered(Work.from_dict(result["work"]), cluster)}
+        cluster, work = of_result(fewest)[1].with_hosts(result["world_size"]), of_result(result)[0]
+        seconds = {one.name: one.seconds for one in considered(work, cluster)}
         run = outcomes(result)
         found += [replace(run[name], predicted=took) for name, took in seconds.items() if name in run]
     return found

@@ -10,10 +10,10 @@ from typing import Any
 import benchmarks.baselines  # noqa: F401 - adds to what can be compared
 from benchmarks import command
 from benchmarks.parts import OF_PARTS
-from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import step
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.step import rows_of
+from lightning_pipesync.lab.predictions.limits import StepCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from lightning_pipesync.lab.bench.candidates import (
     Trainable,
     ddp,
     forward_and_backward,
-    lab_of,
     without_communication,
 )
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.step import gradient_bytes
+from lightning_pipesync.lab.predictions.registry import lab_of
 from lightning_pipesync.training.registry import METHODS
 
 

@@ -74,7 +74,7 @@ class SimulatedLearners:
 
 def num_gradients(update: Update) -> int:
     """Returns the number of passes whose gradients make an update."""
-    return sum(1 if one.accrued is None else one.step - one.accrued.first_step + 1 for one in update.gradients)
+    return sum(one.num_steps for one in update.gradients)
 
 
 def gradients_per_second(

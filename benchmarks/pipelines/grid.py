@@ -22,7 +22,8 @@ from benchmarks.pipelines.training import (
 )
 from benchmarks.pipelines.vectorized import Dense, Trainings, trainings_of
 from benchmarks.tasks import Task, evaluations
-from lightning_pipesync.core import layers as chain
+from lightning_pipesync.methods.ea_pipe import EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.split import SequentialSplit
 
 #: One training: method, learning rate, seed.
 Member = tuple[str, float, int]
@@ -108,9 +109,7 @@ def _trainings(task: Task, members: list[Member], settings: PipelineOptions) -> 
 
 def _dense(model: nn.Sequential, num_stages: int) -> Dense:
     """Returns the dense layers of ``model``, in the same stages as in the engine."""
-    layers = chain.flattened(model)
-    chain.check_number(layers, num_stages)
-    cuts = chain.partition(chain.numbers_of_parameters([layer for _, layer in layers]), num_stages)
+    cuts = SequentialSplit(model, EAPipeConfig(split="parameters"), num_stages, torch.device("cpu")).choose(None)
     dense = [module for module in model.modules() if isinstance(module, nn.Linear)]  # one per layer
     widths = [dense[0].in_features, *(layer.out_features for layer in dense)]
     residual = [i for i, layer in enumerate(model) if isinstance(layer, Residual)]

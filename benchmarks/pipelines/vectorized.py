@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.schedule import Schedule
+from lightning_pipesync.methods.ea_pipe.channels import Schedule
 
 
 class Dense:

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_pipesync.accelerate import loaders
 from lightning_pipesync.accelerate.elastic import ElasticLoader, divided_anew
-from lightning_pipesync.accelerate.epochs import EpochLoader
 from lightning_pipesync.accelerate.launched import (
     check_method,
     check_num_processes,
@@ -44,8 +43,11 @@ from lightning_pipesync.accelerate.sharding import (
 )
 from lightning_pipesync.core.dtensors import is_sharded, local_of
 from lightning_pipesync.core.parameters import check_optimizer
+from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.data.loaders import num_batches
-from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod, PipelineSettings
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.stage import OptimizerFactory
+from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.settings import warn_of_one_rank
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
@@ -155,7 +157,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._synchronizes or not trained:
             # On the CPU, Accelerate would wrap it in DistributedDataParallel, which refuses models without gradients.
             return super().prepare_model(model, device_placement, evaluation_mode or self._synchronizes)
-        self._refuse_pipeline("prepare(model, optimizer)")
+        self._refuse_pipeline()
         known = self._sessions.wrapper_of(model)
         # evaluation_mode=True: everything but the wrapper DistributedDataParallel.
         prepared = super().prepare_model(known.module if known else model, device_placement, evaluation_mode=True)
@@ -171,7 +173,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if not self._synchronizes:
             return prepared
-        self._refuse_pipeline("prepare(model, optimizer)")
+        self._refuse_pipeline()
         if prepared.scaler is not None:
             check_unscaling(prepared.optimizer, "mixed_precision='fp16'", "a method")
         if not isinstance(prepared, SynchronizedOptimizer):
@@ -186,11 +188,11 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     def prepare_pipeline(
         self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
-    ) -> PipelineMethod:
+    ) -> EAPipe:
         """Creates the pipeline of the plugin's method, whose ``train_batch(batch)`` replaces the loop's body.
 
         Args:
-            layers: as in :class:`PipelineMethod`, like the other arguments.
+            layers: as in :class:`EAPipe`, like the other arguments.
             loss: a function of an output and a target.
             optimizer_factory: returns the optimizer of a stage's parameters.
             engine_kwargs: ``others``, ``virtual_stages``.
@@ -207,12 +209,12 @@ class PipeSyncAccelerator(SavingAccelerator):
         layers = super().prepare_model(layers, device_placement=False, evaluation_mode=True)
         if self.num_processes == 1:
             engine_kwargs.setdefault("virtual_stages", 1)
-        method = cast("type[PipelineMethod]", plugin.method_type)
+        method = cast("type[EAPipe]", plugin.method_type)
         engine = method(
             layers,
             loss,
             optimizer_factory,
-            plugin.config,
+            cast("EAPipeConfig", plugin.config),
             device=self.device,
             backend=self._traffic_backend,
             **engine_kwargs,
@@ -257,7 +259,7 @@ class PipeSyncAccelerator(SavingAccelerator):
                 "prepare_train_loader(), and not to prepare()."
             )
         if self._synchronizes and (plugin := self._pipelined) is not None:
-            config = cast("PipelineSettings", plugin.config)
+            config = cast("EAPipeConfig", plugin.config)
             part = config.data_part(self.process_index, self.num_processes)
             return loaders.for_pipeline(self, data_loader, self._shared_seed(), *part)
         if (plugin := self._synced) is None:
@@ -292,7 +294,7 @@ class PipeSyncAccelerator(SavingAccelerator):
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Returns the loader without its first batches, to resume within an epoch."""
-        if isinstance(dataloader, (EpochLoader, ElasticLoader)):
+        if isinstance(dataloader, (loaders.EpochLoader, ElasticLoader)):
             return dataloader.skip_first_batches(num_batches)
         if loaders.uses_work_queue(dataloader):  # the queue resumes where it was
             return dataloader
@@ -378,13 +380,16 @@ class PipeSyncAccelerator(SavingAccelerator):
         with ExitStack() as stack:
             for order in orders:
                 if hasattr(order, "even_batches"):
-                    stack.callback(setattr, order, "even_batches", order.even_batches)
-                    order.even_batches = True
+                    stack.enter_context(with_attributes(order, even_batches=True))
             yield
 
     def metrics(self) -> dict[str, float]:
-        """Returns this rank's metrics of the method, for logging, by ``METHOD/METRIC``."""
-        return {} if self.pipesync is None else self._sessions.metrics(self.pipesync.method)
+        """Returns this rank's metrics for logging, by ``METHOD/METRIC``, of a second one by ``METHOD_1/METRIC``."""
+        found: dict[str, float] = {}
+        for index, method in enumerate(self._sessions.methods):
+            prefix = f"{method.name}_{index}" if index else method.name
+            found |= {f"{prefix}/{key}": value for key, value in method.metrics().items()}
+        return found
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -414,23 +419,22 @@ class PipeSyncAccelerator(SavingAccelerator):
             self._sessions.attach(plan)
             self._meet_others()
 
-    def _steps_of(self, parameters: list[Tensor]) -> list[clipping.OptimizerStep]:
+    def _steps_of(self, parameters: list[Tensor]) -> list[clipping.Step]:
         """Returns the steps of the optimizers that have some of the parameters, after reducing their gradients."""
-        concerned = []
+        concerned, clipped = [], {*map(id, parameters)}
         for optimizer in synchronized_optimizers(self):
-            if (method := optimizer.method) is not None:
-                step = clipping.OptimizerStep(method, optimizer.optimizer)
-                if step.has_some_of(parameters):
-                    optimizer.take_gradient()
-                    concerned.append(step)
+            method = optimizer.method
+            if method is not None and not clipped.isdisjoint(map(id, parameters_of(optimizer.optimizer))):
+                optimizer.take_gradient()
+                concerned.append((method, optimizer.optimizer))
         return concerned
 
-    def _refuse_pipeline(self, call: str) -> None:
+    def _refuse_pipeline(self) -> None:
         if (plugin := self._pipelined) is not None:
             raise ValueError(
-                f"method={plugin.method!r} makes the passes itself, and does not support {call}: call "
-                "engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) "
-                "in place of backward() and step()."
+                f"method={plugin.method!r} makes the passes itself, and does not support prepare(model, optimizer): "
+                "call engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and "
+                "engine.train_batch(batch) in place of backward() and step()."
             )
 
     def _shared_seed(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +15,42 @@ from torch import nn
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
-from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.torch_private import local_tensor
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.sharded_state import state_of_shards
 from lightning_pipesync.training.state import layout_of, state_of_rank
 
 
-@dataclass(frozen=True)
-class RankStates:
-    """What a rank resumes from, besides what Accelerate has saved.
-
-    Attributes:
-        methods: the state of each method.
-        places: those of training loaders in their data, where the replicas are jobs of their own.
-        scaler: that of this rank's loss scaler, of which Accelerate's checkpoint has one rank's; None: there is none.
-        data_seed: of the order of the training data; None: no training loader was prepared.
-    """
-
-    methods: Sequence[Any] = ()
-    places: Sequence[dict[str, Any]] = ()
-    scaler: dict[str, Any] | None = None
-    data_seed: int | None = None
-
-
-def save_rank_states(
-    folder: str | Path, states: RankStates, name: str, rank: int, layout: Mapping[str, int], models: Sequence[nn.Module]
+def save_rank_state(
+    folder: str | Path,
+    state: Mapping[str, Any] | None,
+    name: str,
+    rank: int,
+    layout: Mapping[str, int],
+    models: Sequence[nn.Module],
 ) -> None:
-    """Writes the states of this rank, and a checksum of the models' weights, to the rank's file.
+    """Writes what this rank resumes from besides Accelerate's files, and a checksum of its weights, to its file.
 
-    ``layout`` is that of :func:`layout_of`. Machines need not share the folder. Without methods, the file of an earlier
-    checkpoint is removed.
+    ``layout`` is that of :func:`layout_of`. Machines need not share the folder. If ``state`` is None, the file of an
+    earlier checkpoint is removed.
     """
-    if not states.methods:
+    if state is None:
         _file(folder, rank).unlink(missing_ok=True)
         return
     Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet
-    saved = {"method": name, "layout": dict(layout), "weights": _fingerprint(models)}
-    saved |= {"states": list(states.methods), "digest": digest(list(states.methods))}
-    saved |= {"places": list(states.places), "scaler": states.scaler, "data_seed": states.data_seed}
+    saved = {"strategy": name, **layout, "ranks": {rank: dict(state)}, "digests": {rank: digest(state)}}
     with replacing(_file(folder, rank)) as temporary:
-        torch.save(saved, temporary)
+        torch.save({**saved, "weights": _fingerprint(models)}, temporary)
 
 
-def read_rank_states(
-    folder: str | Path,
-    num_methods: int,
-    transport: Transport | None,
-    name: str,
-    models: Sequence[nn.Module],
-    config: Settings,
-) -> RankStates:
-    """Returns what :func:`save_rank_states` has written; a collective call.
+def read_rank_state(
+    folder: str | Path, transport: Transport | None, name: str, models: Sequence[nn.Module], config: Settings
+) -> dict[str, Any] | None:
+    """Returns the state that :func:`save_rank_state` has written; a collective call.
 
-    It is empty if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is missing,
+    It is None if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is missing,
     damaged, or of other models raises a ValueError on all ranks.
     """
     job = None if transport is None else transport.job
@@ -84,29 +64,16 @@ def read_rank_states(
             stacklevel=4,
         )
         saved = None
-    mine = None if saved is None else (saved["method"], saved["layout"], len(saved["states"]))
+    layout = layout_of(transport)
+    mine = None if saved is None else {key: saved[key] for key in ("strategy", *layout)}
     of_ranks = [mine] if job is None else job.gather_objects(mine)
     first = next((entry for entry in of_ranks if entry is not None), None)
-    if first is None:
-        return RankStates()
-    method, layout, num_states = first
-    if method == name and layout == layout_of(transport) and any(entry != first for entry in of_ranks):
+    if first == {"strategy": name, **layout} and any(entry != first for entry in of_ranks):
         raise ValueError(
             f"Not all of the {len(of_ranks)} processes find what they need in {folder}: on machines without a "
             f"shared folder, each machine needs the files of its processes, such as {path.name}."
         )
-    section = {"strategy": method, **layout}
-    if saved is not None:
-        section |= {"ranks": {rank: saved["states"]}, "digests": {rank: saved["digest"]}}
-    state: Any = state_of_rank(section, name, transport, config, removable=f"{path.name} and its like")
-    if saved is None or state is None:
-        return RankStates()
-    if num_states != num_methods:
-        raise ValueError(
-            f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} are "
-            "prepared: prepare the same models before load_state()."
-        )
-    return RankStates(list(state), **{part: saved[part] for part in ("places", "scaler", "data_seed")})
+    return state_of_rank(saved or first, name, transport, config, removable=f"{path.name} and its like")
 
 
 def load_models(models: Sequence[nn.Module], folder: str | Path) -> None:

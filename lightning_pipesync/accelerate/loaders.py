@@ -1,25 +1,87 @@
-"""Loaders that Accelerate prepares in the order of a method's settings."""
+"""Loaders that Accelerate prepares in the order of a method's settings, which the epoch determines on all ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import broadcast_object_list, gather_object, send_to_device
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
-from lightning_pipesync.accelerate.epochs import EpochLoader, SeededSampler
 from lightning_pipesync.accelerate.private import mark_prepared, prepared_loaders
 from lightning_pipesync.data import adjusted_batch_size
-from lightning_pipesync.data.loaders import num_batches, sampler_of, with_order
+from lightning_pipesync.data.loaders import LoaderWrapper, num_batches, sampler_of, with_order
 from lightning_pipesync.data.order import in_order, replaceable_order
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.data.work_queue import WorkQueueBatches
 from lightning_pipesync.methods.settings import Settings
+
+
+class EpochLoader(LoaderWrapper):
+    """A prepared loader whose next iteration is the next epoch, unless ``set_epoch`` is called before.
+
+    Accelerate counts an epoch when it ends. Otherwise one that stops early, or of which only the rest was iterated
+    over, would come again.
+
+    Args:
+        loader: what Accelerate has prepared.
+        inject: appends rows of other ranks to each batch.
+    """
+
+    def __init__(self, loader: Any, inject: Callable[[Any], Any] | None = None) -> None:
+        self.loader, self._inject = loader, inject
+        self._begun: int | None = None  # the epoch that has begun, until another one is set
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun == self.loader.iteration:
+            self.set_epoch(self.loader.iteration + 1)
+        epoch = self.loader.iteration
+        for batch in self.loader:
+            self._begun = epoch
+            if self._inject is not None:
+                self.loader.remainder = 0  # the last batch has rows of others, and no sample twice
+                batch = self._inject(batch)
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
+        self._begun = None
+        self.loader.set_epoch(epoch)
+
+    def skip_first_batches(self, num_batches: int) -> EpochLoader:
+        """Returns a loader of the epoch without its first batches; this one goes on with the epoch after."""
+        self._begun = self.loader.iteration
+        rest = skip_first_batches(self.loader, num_batches)
+        rest.set_epoch(self._begun)
+        return EpochLoader(rest, self._inject)
+
+
+class SeededSampler(Sampler[Any]):
+    """The user's sampler, whose generator each epoch seeds, so that its order is the same on all ranks.
+
+    Args:
+        sampler: has an attribute ``generator``. It stays as it is.
+        seed: of the first epoch, the same on all ranks.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler, self.seed, self.epoch = copy(sampler), seed, 0
+        self.sampler.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.generator.manual_seed(self.seed + self.epoch)
+        yield from self.sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
 
 def for_training(

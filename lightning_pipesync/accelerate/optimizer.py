@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -46,7 +45,7 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
             return
         if not self.gradient_state.sync_gradients:
             return
-        if closure is None:
+        if closure is None:  # otherwise the method reduces what the closure computes
             self.take_gradient()
         self._method().step(lambda: self._update(closure), self.optimizer)
 
@@ -107,18 +106,13 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
 
     def _update(self, closure: Callable[[], Any] | None) -> None:
         if self.scaler is None:
-            self.optimizer.step(None if closure is None else partial(self._compute, closure))
+            self.optimizer.step(closure)
             return
         if closure is not None:
             raise ValueError("mixed_precision='fp16' does not support closures: compute the gradient before the step.")
         self.scaler.step(self.optimizer)
         self._skipped = found_overflow(self.scaler, self.optimizer)
         self.scaler.update()
-
-    def _compute(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self.take_gradient()
-        return loss
 
     def _method(self) -> SyncMethod:
         method = self.method

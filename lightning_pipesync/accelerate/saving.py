@@ -17,19 +17,19 @@ from accelerate import Accelerator
 from torch import nn
 from typing_extensions import override
 
-from lightning_pipesync.accelerate.checkpoint import RankStates, load_models, read_rank_states, save_rank_states
+from lightning_pipesync.accelerate.checkpoint import load_models, read_rank_state, save_rank_state
 from lightning_pipesync.accelerate.elastic import elastic_loaders
 from lightning_pipesync.accelerate.optimizer import synchronized_optimizers
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import prepared_models, saved_besides_optimizers
 from lightning_pipesync.accelerate.sharding import replicas_of, shards_by_fsdp2
+from lightning_pipesync.core.buckets import unshare_storage
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all, waits_for_all
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.module import SyncedModule
@@ -148,7 +148,8 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         After it one process may save or evaluate the model.
         """
-        if is_normal_end(sys.exc_info()[1]) and (self.is_job or self._sessions.may_diverge):
+        may_differ = any(not session.method.same_weights for session in self._sessions.sessions)
+        if (self.is_job or may_differ) and is_normal_end(sys.exc_info()[1]):
             self.end()
         self._sessions.end()
         if self._job_watch is not None:
@@ -161,7 +162,8 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
         """
-        if self._sessions.diverged and is_normal_end(sys.exc_info()[1]):
+        diverged = any(session.method.diverged for session in self._sessions.sessions)
+        if diverged and is_normal_end(sys.exc_info()[1]):
             warnings.warn(
                 "free_memory() has left each process with the weights of its own. Before it, call "
                 "accelerator.wait_for_everyone() on all processes.",
@@ -233,14 +235,17 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         A collective call. ``model.eval()``, :meth:`wait_for_everyone` and all calls that save call it themselves.
         """
-        self._sessions.consolidate()
+        self._sessions.flush()
+        for engine in self._sessions.pipelines:
+            engine.gather()
 
     def synchronize(self) -> None:
         """Waits for weights that are on their way after a step, before they are read or written.
 
         Not a collective call. Forward passes and all calls that save wait by themselves.
         """
-        self._sessions.synchronize()
+        for session in self._sessions.sessions:
+            session.method.synchronize()
 
     @contextmanager
     def optimizers_given_back(self) -> Iterator[None]:
@@ -308,15 +313,16 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         """
         wanted = self.pipesync is None or self.pipesync.config.checkpoint_replicas
         methods = self._sessions.methods if wanted else []
-        states = RankStates(
-            [method.state_dict() for method in methods],
-            [loader.state_dict() for loader in elastic_loaders(self)],
-            None if self.scaler is None else self.scaler.state_dict(),
-            self.data_seed,
-        )
+        state = {
+            "methods": [method.state_dict() for method in methods],
+            "places": [loader.state_dict() for loader in elastic_loaders(self)],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),  # Accelerate saves rank 0's
+            "data_seed": self.data_seed,
+        }
         name = "" if self.pipesync is None else self.pipesync.method
         layout = layout_of(methods[0].transport) if methods else {}
-        save_rank_states(folder, states, name, self.process_index, layout, prepared_models(self))
+        models = prepared_models(self)
+        save_rank_state(folder, state if methods else None, name, self.process_index, layout, models)
 
     @override
     def load_state(
@@ -328,7 +334,11 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
             ValueError: it is of other models, settings, or another number of processes.
             RuntimeError: each of several processes has a pipeline with all stages.
         """
-        self._sessions.check_resumable(self.num_processes)
+        if self.num_processes > 1 and any(method.transport is None for method in self._sessions.methods):
+            raise RuntimeError(
+                f"There are {self.num_processes} processes, each with all stages of a pipeline, which cannot resume "
+                "from a checkpoint: start a process for each stage, or a single one."
+            )
         folders: list[str] = []
 
         def before_loading(models: list[nn.Module], folder: str) -> None:
@@ -357,18 +367,25 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         if self.pipesync is None or not methods:
             return
         transport, name, config = methods[0].transport, self.pipesync.method, self.pipesync.config
-        saved = read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
-        for method, state in zip(methods, saved.methods, strict=False):
+        saved = read_rank_state(folder, transport, name, prepared_models(self), config)
+        if saved is None:
+            return
+        if len(saved["methods"]) != len(methods):
+            raise ValueError(
+                f"{folder} holds {len(saved['methods'])} models that were trained with their optimizers, and "
+                f"{len(methods)} are prepared: prepare the same models before load_state()."
+            )
+        for method, state in zip(methods, saved["methods"], strict=True):
             method.load_state_dict(state)
-        for loader, place in zip(elastic_loaders(self), saved.places, strict=False):
+        for loader, place in zip(elastic_loaders(self), saved["places"], strict=False):
             loader.load_state_dict(place)
-        if self.scaler is not None and saved.scaler is not None:
-            self.scaler.load_state_dict(saved.scaler)
-        if None not in (saved.data_seed, self.data_seed) and saved.data_seed != self.data_seed and self.is_main_process:
+        if self.scaler is not None and saved["scaler"] is not None:
+            self.scaler.load_state_dict(saved["scaler"])
+        seed = saved["data_seed"]
+        if None not in (seed, self.data_seed) and seed != self.data_seed and self.is_main_process:
             warnings.warn(
-                "The training data have another order than in the run that is resumed: its seed was "
-                f"{saved.data_seed}, and is {self.data_seed} now. To go on at the same batch, pass "
-                f"DataLoaderConfiguration(data_seed={saved.data_seed}), or call set_seed() before loaders are prepared "
-                "in both runs.",
+                f"The training data have another order than in the run that is resumed: its seed was {seed}, and is "
+                f"{self.data_seed} now. To go on at the same batch, pass DataLoaderConfiguration(data_seed={seed}), or "
+                "call set_seed() before loaders are prepared in both runs.",
                 stacklevel=2,
             )

@@ -1,20 +1,24 @@
-"""Tensor fusion: many tensors in one flat buffer, exchanged by one collective."""
+"""Tensor fusion: many tensors in one flat buffer, exchanged by one collective, and divided into shards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.core.sharding import copies_of, even_numel
-from lightning_pipesync.core.torch_private import foreach_copy_, foreach_zero_
+from lightning_pipesync.core.torch_private import foreach_copy_, foreach_zero_, is_dtensor
 
 MIB = 2**20
+
+#: Maximum number of buckets of a gradient, of those sizes that are tried.
+MOST_BUCKETS = 40
 #: Alignment of each tensor in a flat buffer, in bytes, which is that of torch's own allocator. On some processors the
 #: rounding of a matrix product depends on the alignment of its operands.
 ALIGNMENT = 64
@@ -249,3 +253,61 @@ def shard_slice(numel: int, rank: int, world_size: int) -> slice:
 def shard_of(flat: Tensor, rank: int, world_size: int) -> Tensor:
     """Returns the slice of ``flat`` (1-D) that ``rank`` owns: a view."""
     return flat[shard_slice(flat.numel(), rank, world_size)]
+
+
+def zeros_with_room(numel: int, num_shards: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns ``numel`` zeros, 1-D, and behind them room for up to ``num_shards - 1`` values.
+
+    With it they divide into ``num_shards`` shards of one size, and into as many as any divisor of that number, such as
+    the ranks of a row. It is marked in the storage, so that views that end with the last value have the room, too.
+    """
+    whole = torch.zeros(numel + -numel % num_shards, dtype=dtype, device=device)
+    whole.untyped_storage().room_begins = numel * whole.element_size()  # type: ignore[attr-defined]
+    return whole[:numel]
+
+
+def with_room(flat: Tensor, numel: int) -> Tensor | None:
+    """Returns a view of ``flat``, 1-D, and the room behind it, ``numel`` values in all; None without enough room.
+
+    The values in the room are undefined: whoever reads them sets them before.
+    """
+    if numel == flat.numel():
+        return flat
+    storage, begin = flat.untyped_storage(), flat.storage_offset()
+    values_end, end = ((begin + count) * flat.element_size() for count in (flat.numel(), numel))
+    if getattr(storage, "room_begins", None) != values_end or end > storage.nbytes():
+        return None
+    return flat.as_strided((numel,), (1,))
+
+
+def rows_of(flat: Tensor, number: int, size: int) -> Tensor:
+    """Returns shards as rows, shape ``[number, size]``.
+
+    It is a view if they are of one size, or there is room behind ``flat``; otherwise a copy padded with zeros.
+    """
+    padded = with_room(flat, number * size)
+    if padded is None:
+        padded = torch.nn.functional.pad(flat, (0, number * size - flat.numel()))
+    return padded.view(number, size)
+
+
+def copy_back(rows: Tensor, flat: Tensor) -> Tensor:
+    """Copies ``rows`` to ``flat`` if :func:`rows_of` has made a copy of it; returns ``flat``."""
+    return flat if with_room(flat, rows.numel()) is not None else flat.copy_(rows.view(-1)[: flat.numel()])
+
+
+def unshare_storage(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` with a copy in place of each tensor that is a view of a larger buffer.
+
+    Some file formats refuse tensors that share storage, as fused weights do. Tied weights stay tied.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    result = copy(state)  # keeps the attributes that torch sets on it
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or is_dtensor(value) or value.untyped_storage().nbytes() == value.nbytes:
+            continue
+        key = value.data_ptr(), value.dtype, value.shape, value.stride()
+        if key not in copies:
+            copies[key] = value.clone()
+        result[name] = copies[key]
+    return result

@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import dense_strides
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.dtensors import LocalShard
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.guarded_states import at_hand
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
 from lightning_pipesync.core.sharding import copies_of, place_of
-from lightning_pipesync.core.torch_private import described_shard
 
 T = TypeVar("T")
 
@@ -98,7 +97,10 @@ def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Mod
 
 def _layout(tensor: Tensor) -> str:
     strides = "" if tensor.is_contiguous() else f" strides={dense_strides(tensor)}"
-    part = f" of {described_shard(tensor.sharded)}" if isinstance(tensor, LocalShard) else ""
+    part = ""
+    if isinstance(tensor, LocalShard):
+        whole: Any = tensor.sharded
+        part = f" of {tuple(whole.shape)} {whole.placements} at {whole.device_mesh.get_coordinate()}"
     return f"{tuple(tensor.shape)}{part} {tensor.dtype}{strides}"
 
 

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_numel
+from lightning_pipesync.core.buckets import shard_numel, zeros_with_room
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.blocks import addend, blocks
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
-from lightning_pipesync.core.room import zeros_with_room
 
 
 class ErrorFeedback:

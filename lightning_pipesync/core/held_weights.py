@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_pipesync.core.checksum import checksum
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.faults.errors import mark_as_naming
+from lightning_pipesync.core.fingerprints import checksums_of, digest
 
 REMEDY = (
     "Has your code written to weights, on some ranks alone, or on all without synchronize() before? Otherwise ranks "
@@ -56,13 +55,12 @@ class HeldWeights:
     @classmethod
     def of_this_process(cls, rank: int, named: Sequence[tuple[str, Tensor]], part: int = 0) -> HeldWeights:
         names = [name for name, _ in named]
-        return cls(rank, socket.gethostname(), os.getpid(), part, names, _sums([tensor for _, tensor in named]))
+        return cls(rank, socket.gethostname(), os.getpid(), part, names, checksums_of([tensor for _, tensor in named]))
 
     @property
     def digest(self) -> bytes:
         """8 bytes, of all sums in their order."""
-        places = torch.arange(1, 2 * len(self.sums), 2)
-        return bytes(checksum(torch.tensor(self.sums, dtype=torch.int64) * places).view(torch.uint8).tolist())
+        return bytes.fromhex(digest(self.sums))[:8]
 
     @property
     def described(self) -> str:
@@ -96,40 +94,22 @@ def difference(of_ranks: Sequence[HeldWeights]) -> str:
         sums = [tuple(held.sums) for held in members]
         if len(set(sums)) > 1:
             first = next(i for i, values in enumerate(zip(*sums, strict=True)) if len(set(values)) > 1)
-            [(usual, number), *_] = Counter(sums).most_common()
+            name, (usual, number) = members[0].names[first], Counter(sums).most_common(1)[0]
             most = [held for held in members if tuple(held.sums) == usual]
             others = [held for held in members if held not in most]
             if 2 * number <= len(members):
-                return _without_majority(members, first)
-            return _of_minority(others, most, first)
+                return (
+                    f"The ranks hold different weights, first in parameter {name}, whose checksum is another one: "
+                    f"{_in_words(members, first)}. {REMEDY}"
+                )
+            listed = ", ".join(held.described for held in others)
+            who = f"Rank {listed} is at fault: its" if len(others) == 1 else f"Ranks {listed} are at fault: their"
+            return (
+                f"{who} weights differ from those of rank {', '.join(str(held.rank) for held in most)}, first in "
+                f"parameter {name} (checksums: {_in_words([*others, most[0]], first)}). {REMEDY}"
+            )
     return ""
 
 
-def _of_minority(others: Sequence[HeldWeights], most: Sequence[HeldWeights], first: int) -> str:
-    who = f"Rank {others[0].described} is" if len(others) == 1 else f"Ranks {_listed(others)} are"
-    whose = "its weights differ" if len(others) == 1 else "their weights differ"
-    values = ", ".join(f"{held.sums[first] % 2**64:016x}" for held in others)
-    return (
-        f"{who} at fault: {whose} from those of rank {', '.join(str(held.rank) for held in most)}, first in parameter "
-        f"{most[0].names[first]} (checksum {values}, not {most[0].sums[first] % 2**64:016x}). {REMEDY}"
-    )
-
-
-def _without_majority(members: Sequence[HeldWeights], first: int) -> str:
-    values = "; ".join(f"rank {held.described} has {held.sums[first] % 2**64:016x}" for held in members)
-    where = f"first in parameter {members[0].names[first]}, whose checksum is another one"
-    return f"The ranks hold different weights, {where}: {values}. {REMEDY}"
-
-
-def _listed(ranks: Sequence[HeldWeights]) -> str:
-    return ", ".join(held.described for held in ranks)
-
-
-def _sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns the checksums of tensors, with one copy from each device."""
-    sums = [checksum(tensor) for tensor in tensors]
-    found = torch.zeros(len(sums), dtype=torch.int64)
-    for device in {one.device for one in sums}:
-        places = [place for place, one in enumerate(sums) if one.device == device]
-        found[places] = torch.cat([sums[place] for place in places]).cpu()
-    return found.tolist()
+def _in_words(members: Sequence[HeldWeights], parameter: int) -> str:
+    return "; ".join(f"rank {held.described} has {held.sums[parameter] % 2**64:016x}" for held in members)

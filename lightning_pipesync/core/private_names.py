@@ -69,6 +69,17 @@ class ChecksOverrides:
                     raise missing(theirs[0], name)
 
 
+def overrides(owner: Any, *names: str) -> bool:
+    """Returns whether an object of a user's has a method of its own with one of the ``names``: not a library's."""
+    ours = __package__.partition(".")[0]
+    for name in names:
+        found = next((cls for cls in type(owner).__mro__ if name in vars(cls)), None)
+        is_users = found is not None and _library(found) is None and found.__module__.partition(".")[0] != ours
+        if is_users or name in vars(owner):  # as of a LambdaCallback
+            return True
+    return False
+
+
 def _origins(owner: Any) -> tuple[Any, ...]:
     if isinstance(owner, ModuleType):
         return (owner,)

@@ -10,7 +10,9 @@ compute the same, bit for bit: they are in buckets of their own, which hold the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,9 +24,6 @@ from lightning_pipesync.core.torch_private import (
     fully_sharded,
     is_dtensor,
     mesh_beside,
-    number_of_shards,
-    place_of_shard,
-    ranks_of_mesh,
 )
 
 
@@ -66,12 +65,16 @@ def even_numel(parameter: Tensor) -> int:
     """Returns the number of values of a rank's shard if all had as many: the same on all ranks of a replica."""
     if not isinstance(parameter, LocalShard):
         return parameter.numel()
-    return -(-parameter.sharded.numel() // number_of_shards(parameter.sharded))
+    return -(-parameter.sharded.numel() // _number_of_shards(parameter.sharded))
 
 
 def place_of(parameter: Tensor) -> tuple[int, ...]:
     """Returns which shard of a parameter a rank has: the same on all ranks of a replica that hold copies."""
-    return place_of_shard(parameter.sharded) if isinstance(parameter, LocalShard) else ()
+    if not isinstance(parameter, LocalShard):
+        return ()
+    sharded: Any = parameter.sharded
+    places = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
+    return tuple(place for place, placement in places if not placement.is_replicate())
 
 
 def examine_sharding(module: nn.Module, replica: Sequence[int]) -> None:
@@ -82,75 +85,80 @@ def examine_sharding(module: nn.Module, replica: Sequence[int]) -> None:
     """
     named = list(module.named_parameters())
     by_fsdp = {id(sharded.parameter): sharded for sharded in fully_sharded(module)}
-    for problem in (_problem_of_mesh(named, replica), _problem_of_fsdp(named, by_fsdp, replica)):
-        if problem is not None:
-            raise ValueError(problem)
+    _check_mesh(named, replica)
+    _check_fsdp(named, by_fsdp, replica)
     for _, parameter in named:
-        shards = number_of_shards(parameter) if is_dtensor(parameter) else 1
+        shards = _number_of_shards(parameter) if is_dtensor(parameter) else 1
         local = local_of(parameter)
         count_copies(local, len(replica) // shards)
         if isinstance(local, LocalShard):
             local.reduced_by_fsdp = id(parameter) in by_fsdp
 
 
-def _problem_of_mesh(named: Sequence[tuple[str, Tensor]], replica: Sequence[int]) -> str | None:
-    """Returns what is wrong if the parameters' meshes are not of the ranks of the replica."""
+def _number_of_shards(sharded: Any) -> int:
+    mesh, placements = sharded.device_mesh, sharded.placements
+    return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def _ranks_of_mesh(sharded: Any) -> list[int]:
+    ranks: list[int] = sharded.device_mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def _check_mesh(named: Sequence[tuple[str, Tensor]], replica: Sequence[int]) -> None:
+    """Checks that the parameters' meshes are of the ranks of the replica."""
     sharded = [(name, parameter) for name, parameter in named if is_dtensor(parameter)]
-    if len(replica) == 1 and any(len(ranks_of_mesh(parameter)) > 1 for _, parameter in sharded):
-        return (
+    if len(replica) == 1 and any(len(_ranks_of_mesh(parameter)) > 1 for _, parameter in sharded):
+        raise ValueError(
             f"Parameter {sharded[0][0]} is sharded (DTensor), and no replica of it is known: make a device mesh of two "
             "dimensions with names, such as init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicas', 'shards')), "
             "and shard along mesh['shards']; or pass the dimension of the replicas as replicas=."
         )
     if not sharded and len(replica) > 1 and named:
-        return _not_sharded(named[0][0], len(replica))
+        raise _not_sharded(named[0][0], len(replica))
     ranks: set[int] = set()
     for name, parameter in sharded:
-        of_parameter = ranks_of_mesh(parameter)
+        of_parameter = _ranks_of_mesh(parameter)
         if not set(of_parameter) <= set(replica):
-            return (
+            raise ValueError(
                 f"Parameter {name} is on a device mesh of the ranks {of_parameter}, and this rank's replica has the "
                 f"ranks {list(replica)}: shard it along other dimensions of the device mesh than that of the replicas, "
                 "which the method synchronizes, and not FSDP2."
             )
         ranks.update(of_parameter)
     if sharded and len(ranks) < len(replica):
-        return (
+        raise ValueError(
             f"Parameter {sharded[0][0]} is divided among {len(ranks)} ranks, as all others are, and a replica has "
             f"{len(replica)}: shard along all dimensions of the device mesh but that of the replicas, by fully_shard "
             "or parallelize_module."
         )
-    return None
 
 
-def _problem_of_fsdp(
-    named: Sequence[tuple[str, Tensor]], by_fsdp: dict[int, FullySharded], replica: Sequence[int]
-) -> str | None:
-    """Returns what is wrong if FSDP2 does not reduce all gradients among the ranks with different data."""
+def _check_fsdp(named: Sequence[tuple[str, Tensor]], by_fsdp: dict[int, FullySharded], replica: Sequence[int]) -> None:
+    """Checks that FSDP2 reduces all gradients among the ranks with different data."""
     first: FullySharded | None = None
     for name, parameter in named:
         sharded = by_fsdp.get(id(parameter))
         if sharded is None:
             if by_fsdp and parameter.requires_grad:
-                return _not_sharded(name, len(replica))
+                raise _not_sharded(name, len(replica))
             continue
         if sharded.offloaded:
-            return (
+            raise ValueError(
                 f"Parameter {name} is sharded with offload_policy=CPUOffloadPolicy(), whose gradients reach the host "
                 "only at the end of the backward pass, after the method has read them: leave offload_policy out of "
                 "fully_shard."
             )
         first = first or sharded
         if set(sharded.ranks) != set(first.ranks):
-            return (
+            raise ValueError(
                 f"Parameter {name} is divided by fully_shard among the ranks {list(sharded.ranks)}, and others among "
                 f"{list(first.ranks)}: use one mesh in all calls of fully_shard."
             )
-    return None
 
 
-def _not_sharded(name: str, num_ranks: int) -> str:
-    return (
+def _not_sharded(name: str, num_ranks: int) -> ValueError:
+    return ValueError(
         f"Parameter {name} is not sharded, and a replica has {num_ranks} ranks: nobody averages its gradient among "
         "them. Shard the root module, too, with fully_shard(model, mesh=mesh['shards']), and pass no ignored_params."
     )

@@ -6,12 +6,11 @@ Each is checked before it is set, or read with a default: see :mod:`lightning_pi
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -25,10 +24,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.private_names import require
+from lightning_pipesync.core.private_names import require, with_attributes
 
 
 class Probe(torch.optim.SGD):
@@ -148,31 +147,6 @@ def sharded_like(sharded: Tensor, local: Tensor) -> Tensor:
     return cast(Tensor, dtensor(local, sharded._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 
-def number_of_shards(sharded: Tensor) -> int:
-    """Returns into how many shards a DTensor is divided; some ranks of its mesh may hold the same."""
-    spec: Any = sharded._spec  # type: ignore[attr-defined]
-    return math.prod(spec.mesh.size(dim) for dim, place in enumerate(spec.placements) if not place.is_replicate())
-
-
-def place_of_shard(sharded: Tensor) -> tuple[int, ...]:
-    """Returns this rank's place in the dimensions of its mesh along which a DTensor is sharded."""
-    spec: Any = sharded._spec  # type: ignore[attr-defined]
-    places = zip(spec.mesh.get_coordinate(), spec.placements, strict=True)
-    return tuple(place for place, placement in places if not placement.is_replicate())
-
-
-def described_shard(sharded: Tensor) -> str:
-    """Returns a text of what a DTensor is as a whole, and of the place in it of this rank's shard."""
-    spec: Any = sharded._spec  # type: ignore[attr-defined]
-    return f"{tuple(sharded.shape)} {spec.placements} at {spec.mesh.get_coordinate()}"
-
-
-def ranks_of_mesh(sharded: Tensor) -> list[int]:
-    """Returns the ranks of a DTensor's mesh."""
-    ranks: list[int] = sharded.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
-    return ranks
-
-
 def mesh_beside(sharded: Sequence[Tensor]) -> DeviceMesh | None:
     """Returns the dimension of the root mesh on which none of some DTensors is; None if that is not one.
 
@@ -234,36 +208,26 @@ def fully_sharded(module: nn.Module) -> list[FullySharded]:
     return found
 
 
-def watch_collectives(module: nn.Module, waiting: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
-    """Makes the collectives of FSDP2 run within a context; returns what undoes that."""
-    watched = []
+def within_collectives(module: nn.Module, waiting: Callable[[], AbstractContextManager[object]]) -> ExitStack:
+    """Makes the collectives of FSDP2 run within a context, until the stack is closed."""
+    watched = ExitStack()
     for child in module.modules():
         if _is_made_by("torch.distributed.fsdp", "FSDPModule", child):
             for group in _groups_of(child._get_fsdp_state()):  # type: ignore[operator]
-                for name in ("_all_gather_comm", "_reduce_scatter_comm"):
-                    require(group, name)
-                    before = getattr(group, name)
-                    setattr(group, name, _within(waiting, before))
-                    watched.append((group, name, getattr(group, name), before))
-
-    def undo() -> None:
-        for group, name, ours, before in watched:
-            if getattr(group, name) is ours:
-                setattr(group, name, before)
-
-    return undo
+                require(group, "unshard", "post_backward")
+                for name in ("unshard", "post_backward"):
+                    watched.enter_context(with_attributes(group, **{name: _within(waiting, getattr(group, name))}))
+    return watched
 
 
-def _within(waiting: Callable[[], AbstractContextManager[object]], call: Any) -> Any:
-    """Returns an object of a class derived from that of ``call``, as FSDP2 asks for its own, that is called within."""
-
-    def call_within(_: Any, *args: Any, **kwargs: Any) -> Any:
+def _within(
+    waiting: Callable[[], AbstractContextManager[object]], function: Callable[..., object]
+) -> Callable[..., object]:
+    def call(*args: Any, **kwargs: Any) -> object:
         with waiting():
-            return call(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    within: Any = object.__new__(type(type(call).__name__, (type(call),), {"__call__": call_within}))
-    vars(within).update(vars(call))
-    return within
+    return call
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -342,11 +306,6 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def paths_in(tree: Any) -> list[str]:
-    """Returns the path of each leaf in nested containers, as an index expression."""
-    return [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

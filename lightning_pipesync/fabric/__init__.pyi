@@ -126,7 +126,6 @@ class ParameterServerFabricStrategy(PipeSyncFabricStrategyMixin, DDPStrategy):
         elementwise: tuple[type[Optimizer], ...] = ...,
         compression: Codec | str = ...,
         error_feedback: bool = ...,
-        fetch_compression: Codec | str = ...,
         keep_log: bool = ...,
         partition: Literal["defdp", "work_queue"] = ...,
         on_lost_rank: Literal["auto", "raise", "continue"] = ...,

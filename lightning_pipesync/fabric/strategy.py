@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,25 +16,26 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.buckets import buffer_reader, unshare_storage
 from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.faults.failure import waits_for_all
 from lightning_pipesync.core.faults.shutdown import at_shutdown
+from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
 from lightning_pipesync.fabric.sharded import ShardedModelMixin
 from lightning_pipesync.methods.method import PIECE_MB, Method, parameters_of
 from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
-from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
+from lightning_pipesync.training.clipping import Step, clip_norm, clip_value
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions, contains
-from lightning_pipesync.training.sharded_state import share_weights
+from lightning_pipesync.training.sharded_state import share_weights, state_of_shards, whole_state
+from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
 
 
 class BackwardSyncControl:
@@ -46,8 +47,10 @@ class BackwardSyncControl:
 
 
 @waits_for_all("_watch", "all_reduce")
-class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
+class PipeSyncFabricStrategyMixin(ShardedModelMixin):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
+
+    Checkpoints hold consolidated weights, whole optimizer states, and what each rank needs to resume bit for bit.
 
     Attributes:
         name: the name under which the strategy is registered.
@@ -156,16 +159,7 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
     @override
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
         method = self.method_of(optimizer)
-        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-        if closure is not None:
-
-            def compute() -> Any:
-                result = closure()
-                method.reduce(optimizer, self._scaler)
-                return result
-
-            kwargs["closure"] = compute
-        else:
+        if kwargs.get("closure") is None:  # otherwise the method reduces what the closure computes
             method.reduce(optimizer, self._scaler)
         return method.step(partial(super().optimizer_step, optimizer, **kwargs), optimizer)
 
@@ -187,10 +181,116 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin, FabricCheckpointMixin):
         """Clips every value of the gradient that is about to be applied."""
         clip_value([self._step_to_clip(optimizer)], parameters_of(optimizer), clip_val)
 
-    def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
+    def _step_to_clip(self, optimizer: Optimizer) -> Step:
         method = self.method_of(optimizer)
         method.reduce(optimizer, self._scaler)
-        return OptimizerStep(method, optimizer)
+        return method, optimizer
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        """Context manager in which weights and buffers are the method's consolidated ones, the same on all ranks.
+
+        Use it for validation and wherever else the weights are read outside of a training step. ``fabric.save``
+        consolidates them itself. A collective call: all ranks enter it.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        training = self._sessions.flush()
+        try:
+            yield
+        finally:
+            for method in training:
+                method.resume()
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole optimizer state, as under DDP, on every rank; a collective call."""
+        session = self._sessions.session_of(optimizer)
+        if session is None:
+            return super().get_optimizer_state(optimizer)
+        return whole_state(optimizer, session.method.optimizer_state_dict(optimizer))
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Returns the state of a model; of a sharded one the whole state, on rank 0, in a collective call."""
+        model = module.module if isinstance(module, SyncedModule) else module
+        state = whole_state(model, super().get_module_state_dict(model))
+        return state if model is module else unshare_storage(state)
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        model = module.module if isinstance(module, SyncedModule) else module
+        super().load_module_state_dict(model, state_of_shards(model, state_dict), strict)
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Saves consolidated weights, and each rank's state if a model and all its optimizers are in ``state``."""
+        if CHECKPOINT_KEY in state:
+            raise ValueError(f"The key {CHECKPOINT_KEY!r} of a checkpoint is reserved: use another one in the state.")
+        with self.consolidated():
+            if methods := self._methods_in(state):
+                transport = next(iter(methods.values())).transport
+                section = section_of(self.name, self.config, transport, lambda: self._rank_state_dict(methods))
+                state = {**state, CHECKPOINT_KEY: section}
+            super().save_checkpoint(path, state, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state."""
+        objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
+        loaded = [value for value in objects.values() if isinstance(value, SyncedModule)]
+        for wrapper in loaded:
+            if (session := self._sessions.session_of(wrapper)) is not None:
+                # Gradients in flight and state of the ranks belong to the weights that are replaced.
+                self._sessions.suspend(session)
+        try:
+            with ExitStack() as stack:
+                for value in objects.values():
+                    if isinstance(value, Optimizer):
+                        stack.callback(value.register_load_state_dict_pre_hook(state_of_shards).remove)
+                remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        finally:
+            self._sessions.attach(self._plan)
+        if loaded:
+            self._load_from(remainder.pop(CHECKPOINT_KEY, None), objects)
+        return remainder
+
+    def _load_from(self, saved: dict[str, Any] | None, objects: Mapping[str, Any]) -> None:
+        """Resumes the methods of the models in ``objects`` from what a checkpoint holds besides a plain one's."""
+        methods = list(self._methods_in(objects).values())
+        if not methods:
+            return
+        state = state_of_rank(saved, self.name, methods[0].transport, self.config)
+        if state is None:
+            return
+        states = state.get("methods", {})
+        for name, method in self._methods_in(objects, states).items():
+            if name in states:
+                method.load_state_dict(states[name])
+        if "precision" in state:
+            self.precision.load_state_dict(state["precision"])
+        set_rng_states(state["rng"], self.root_device)
+
+    def _rank_state_dict(self, methods: Mapping[str, SyncMethod]) -> dict[str, Any]:
+        states = {name: method.state_dict() for name, method in methods.items()}
+        return rank_state({"methods": states}, self.precision.state_dict(), self.root_device)
+
+    def _methods_in(self, state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> dict[str, SyncMethod]:
+        """Returns the methods of the models in ``state`` whose optimizers are all in it, too, by a model's name.
+
+        Of several models of a method, it is the first name, or the name that ``saved`` has.
+        """
+        optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
+        names: dict[int, list[str]] = {}
+        for name, value in state.items():
+            session = self._sessions.session_of(value) if isinstance(value, SyncedModule) else None
+            if session is not None and {id(optimizer) for optimizer in session.optimizers} <= optimizers:
+                names.setdefault(id(session), []).append(name)
+        chosen = {key: next((n for n in known if n in (saved or {})), known[0]) for key, known in names.items()}
+        return {chosen[id(session)]: session.method for session in self._sessions.sessions if id(session) in chosen}
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

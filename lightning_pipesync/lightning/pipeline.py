@@ -41,8 +41,8 @@ from lightning_pipesync.lightning.private import (
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.lightning.sync import SyncStrategyMixin
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.pipeline import PipelineMethod, PipelineSettings
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ Broadcast = Callable[[Any], Any]
 AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
-class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
+class PipelineStrategyMixin(PipeSyncStrategyMixin[EAPipe]):
     """Translates the Trainer's hooks into the calls of a method that makes the passes itself: a pipeline.
 
     The LightningModule does not change. It holds an ``nn.Sequential``, whose layers are divided among the processes, or
@@ -65,7 +65,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     returns the predictions on rank 0.
     """
 
-    config: PipelineSettings
+    config: EAPipeConfig
     _completes = True
     _num_evaluated = 0
     _num_closures: int | None = None  # that a step has run; None: none is under way
@@ -76,16 +76,14 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._module
-        self._forget_last_fit()
+        self._start = (0, 0)
         check_trainer(trainer, self.precision_plugin)
         self._begin_to_attach(trainer)
         trainer.accelerator.setup(trainer)
         self.precision_plugin.convert_module(module)
         self._submodule = Submodule(module, self.config.module, traced=self.config.split_names is not None)
         self.model_to_device()
-        if self.global_rank != 0:
-            self._until_teardown.enter_context(leaving_logs_to_rank_0(module))
-        self._until_teardown.enter_context(sharing_logs_of_epochs(module, self.share_metrics))
+        self._until_teardown.enter_context(logging_on_rank_0(module, self.share_metrics, self.global_rank))
         if self._fitting:
             self.setup_optimizers(trainer)
             check_training(trainer, self.precision_plugin, self.name)
@@ -96,7 +94,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         broadcast_rng_state(self.broadcast)
         for metric in metrics_of(module):
             self._until_teardown.enter_context(kept_local(metric))  # only rank 0 updates it
-        method = cast("type[PipelineMethod]", METHODS[self.name])
+        method = cast("type[EAPipe]", METHODS[self.name])
         clips_by_norm = self._fitting and trainer.gradient_clip_algorithm in (None, "norm")
         self.method = method(
             self._submodule.layers,
@@ -366,39 +364,30 @@ def metrics_of(module: nn.Module) -> list[Metric]:
     return [child for child in module.modules() if isinstance(child, Metric)]
 
 
-def leaving_logs_to_rank_0(module: LightningModule) -> AbstractContextManager[None]:
-    """Context manager for ranks other than 0: the module logs nothing, and errors of its epoch-end hooks say why.
+def logging_on_rank_0(module: LightningModule, share: Callable[[], object], rank: int) -> AbstractContextManager[None]:
+    """Context manager in which rank 0 alone logs, and ``share`` follows the module's ``on_train_epoch_end``.
 
-    The hooks run on all ranks, since they may change the layers. Only rank 0 completes steps, so on other ranks the
-    hooks find no results of steps.
+    ModelCheckpoint and EarlyStopping, which read what the hook has logged, come next. Epoch-end hooks run on all ranks,
+    since they may change the layers. Only rank 0 completes steps, so on other ranks the hooks find no results of steps,
+    and their errors say so.
     """
-    names = [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test", "predict")]
-    hooks = {name: partial(_run_without_results, name, getattr(module, name)) for name in names}
-    return with_attributes(module, log=lambda *_, **__: None, **hooks)
 
+    def run(name: str, hook: Callable[[], None]) -> None:
+        try:
+            hook()
+        except Exception as error:
+            if rank == 0:
+                raise
+            raise RuntimeError(
+                f"{name} raised {type(error).__name__} on a rank that completes no steps: {error}. The hook runs on "
+                "all ranks, and only rank 0 has the results of steps: use them only if self.trainer.is_global_zero."
+            ) from error
+        if name == "on_train_epoch_end":
+            share()
 
-def _run_without_results(name: str, hook: Callable[[], None]) -> None:
-    try:
-        hook()
-    except Exception as error:
-        raise RuntimeError(
-            f"{name} raised {type(error).__name__} on a rank that completes no steps: {error}. The hook runs on all "
-            "ranks, and only rank 0 has the results of steps: use them only if self.trainer.is_global_zero."
-        ) from error
-
-
-def sharing_logs_of_epochs(module: LightningModule, share: Callable[[], object]) -> AbstractContextManager[None]:
-    """Context manager in which ``share`` follows the module's ``on_train_epoch_end``.
-
-    ModelCheckpoint and EarlyStopping, which read what it has logged, come next, and only rank 0 has logged.
-    """
-    hook = module.on_train_epoch_end
-
-    def hook_and_share() -> None:
-        hook()
-        share()
-
-    return with_attributes(module, on_train_epoch_end=hook_and_share)
+    names = [f"on_{stage}_epoch_end" for stage in ("train", *(("validation", "test", "predict") if rank else ()))]
+    hooks: dict[str, Any] = {name: partial(run, name, getattr(module, name)) for name in names}
+    return with_attributes(module, **hooks, **({"log": lambda *_, **__: None} if rank else {}))
 
 
 def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.consistency import check_same
 from lightning_pipesync.core.faults.failure import PeerWatch, waiting_for_all
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data.order import begin_at, with_resumable_order
@@ -61,10 +62,6 @@ class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
-    def _forget_last_fit(self) -> None:
-        """Called before anything else of a fit, which may make its loaders."""
-        self._start = (0, 0)
-
     def _begin_to_attach(self, trainer: Trainer) -> None:
         check_clocks(trainer)
         self._until_teardown = ExitStack()
@@ -77,14 +74,10 @@ class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
 
     def _check_checkpoint(self) -> None:
         """Checks that all ranks resume from the same step: those with more steps left would wait for ever."""
-        steps = self._transport.job.gather_objects(self._checkpoint_step)
-        if len(set(steps)) > 1:
-            found = ["no checkpoint" if step is None else f"one of step {step}" for step in steps]
-            other = next(rank for rank, step in enumerate(steps) if step != steps[0])
-            raise ValueError(
-                f"The ranks do not resume from the same checkpoint: rank 0 found {found[0]}, rank {other} found "
-                f"{found[other]}. Keep the checkpoints in a folder that all machines share, and resume from there."
-            )
+        step = self._checkpoint_step
+        found = ("the checkpoint from which they resume", "none" if step is None else f"one of step {step}")
+        remedy = "Keep the checkpoints in a folder that all machines share, and resume from there."
+        check_same(self._transport.job, [found], remedy)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -131,12 +124,9 @@ class PipeSyncStrategyMixin(JobMixin, Generic[M], _Base):
 
     def check_num_batches(self) -> None:
         """Checks that all ranks have the same number of training batches: those with more would wait for ever."""
-        num_batches = self._transport.job.gather_objects(self._trainer.num_training_batches)
-        if len(set(num_batches)) > 1:
-            raise ValueError(
-                f"The ranks have different numbers of training batches, by rank: {num_batches}. Give every rank the "
-                "same number of samples, or set Trainer(limit_train_batches=...) to the smallest number."
-            )
+        number = ("the number of training batches in an epoch", str(self._trainer.num_training_batches))
+        remedy = "Give all the same number of samples, or set Trainer(limit_train_batches=...) to the smallest number."
+        check_same(self._transport.job, [number], remedy)
 
     def join(self) -> None:
         """Called at the start of the training, before ``on_train_start`` of other callbacks."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.torch_private import tensors_in
-from lightning_pipesync.methods.pipeline import Call
+from lightning_pipesync.methods.ea_pipe.layout import Call
 
 #: Number of values of each tensor that identify a batch.
 DIGEST_VALUES = 1024

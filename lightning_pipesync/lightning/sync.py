@@ -15,15 +15,15 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipesync.core.buckets import unshare_storage
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.guarded_states import at_hand
-from lightning_pipesync.core.private_names import with_attributes
-from lightning_pipesync.core.storage import unshare_storage
+from lightning_pipesync.core.private_names import overrides, with_attributes
 from lightning_pipesync.data.loaders import batch_size_before_injection
 from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.fabric.distribution import rank_zero_warn
-from lightning_pipesync.fabric.private import LIGHTNING, scaler_of, unwrapped
+from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
 from lightning_pipesync.lightning.joining import JoiningMixin
 from lightning_pipesync.lightning.private import (
@@ -40,7 +40,7 @@ from lightning_pipesync.lightning.uneven import UnevenBatches
 from lightning_pipesync.methods.method import PIECE_MB, parameters_of
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
-from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
+from lightning_pipesync.training.clipping import Step, clip_norm, clip_value
 from lightning_pipesync.training.session import MethodPlan
 from lightning_pipesync.training.sharded_state import whole_state
 
@@ -56,8 +56,6 @@ RIGHT_OR_WRONG = "those of rank 0, right or wrong, as the ranks hold different o
 
 #: Hooks of modules and callbacks between a step and the next forward pass, which may read and write weights.
 HOOKS = ("optimizer_step", "lr_scheduler_step", "on_train_batch_end", "on_train_batch_start")
-#: Packages whose own hooks wait where they read weights.
-LIBRARIES = (*LIGHTNING, "lightning_pipesync")
 
 
 class SyncStrategyMixin(JoiningMixin):
@@ -80,7 +78,9 @@ class SyncStrategyMixin(JoiningMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._begin_to_join(trainer)
-        self._forget_last_fit()
+        # What follows may make the loaders, before there is a method.
+        self._start, self._weights_after_error = (0, 0), ""
+        self._uneven_batches = UnevenBatches(self.world_size, lambda *asked: self.attached.data.ask(*asked))
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -99,16 +99,13 @@ class SyncStrategyMixin(JoiningMixin):
         if self.config.partition == "work_queue":
             self._until_teardown.enter_context(self._uneven_batches.pace_schedulers(module))
             self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
-        self._hooks_follow = self.config.wait_for_hooks and has_hooks_between_steps(trainer)
+        owners = [module, *trainer.callbacks]  # type: ignore[attr-defined]  # libraries' own hooks wait by themselves
+        self._hooks_follow = self.config.wait_for_hooks and any(overrides(owner, *HOOKS) for owner in owners)
         self._check_checkpoint()
         self._follow_averages(trainer, method)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
         clipping = {"clip_grad_by_norm": self._clip_by_norm, "clip_grad_by_value": self._clip_by_value}
         self._until_teardown.enter_context(with_attributes(self.precision_plugin, **clipping))
-
-    def _forget_last_fit(self) -> None:
-        super()._forget_last_fit()
-        self._uneven_batches, self._weights_after_error = UnevenBatches(self.world_size, self._ask), ""
 
     def _follow_averages(self, trainer: Trainer, method: SyncMethod) -> None:
         """Makes running averages of callbacks, such as WeightAveraging, the same on all ranks when they are read."""
@@ -193,10 +190,6 @@ class SyncStrategyMixin(JoiningMixin):
         limit = self._trainer.limit_train_batches
         return self.resume_loader(in_order(dataloader, settings, order, samples, limit))
 
-    def _ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
-        """Asks for the next batch: Lightning may make the loader before there is a method."""
-        return self.attached.data.ask(loader, epoch, num_batches, to_each)
-
     # --- a training step --------------------------------------------------------------------------------------------
 
     @override
@@ -279,17 +272,17 @@ class SyncStrategyMixin(JoiningMixin):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         step = self._step_to_clip(optimizer)
-        clip_norm([step], parameters_of(step.optimizer), clip_val)
+        clip_norm([step], parameters_of(optimizer), clip_val)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         step = self._step_to_clip(optimizer)
-        clip_value([step], parameters_of(step.optimizer), clip_val)
+        clip_value([step], parameters_of(optimizer), clip_val)
 
-    def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
+    def _step_to_clip(self, optimizer: Optimizer) -> Step:
         """Returns the step of ``optimizer``, after its gradient is reduced: with manual optimization it may not be."""
         optimizer = unwrapped(optimizer)
         self.attached.reduce(optimizer, self._scaler, unscale=False)
-        return OptimizerStep(self.attached, optimizer)
+        return self.attached, optimizer
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -350,16 +343,3 @@ class SyncStrategyMixin(JoiningMixin):
     @property
     def _automatic(self) -> bool:
         return self._module.automatic_optimization
-
-
-def has_hooks_between_steps(trainer: Trainer) -> bool:
-    """Returns whether the module, or a callback that is not one of the libraries', overrides such a hook."""
-    owners = [trainer.lightning_module, *vars(trainer)["callbacks"]]
-    return any(_overrides(owner, hook) for owner in owners for hook in HOOKS)
-
-
-def _overrides(owner: object, hook: str) -> bool:
-    if hook in vars(owner):  # as of a LambdaCallback
-        return True
-    found = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
-    return found is not None and found.__module__.partition(".")[0] not in LIBRARIES

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
-from lightning_pipesync.methods.laboratory import LabEntry
 from lightning_pipesync.methods.settings import Settings
 
 
@@ -77,7 +76,6 @@ class Method(ABC):
         {"mib_sent": "sent_MiB", "exposed_seconds": "waited_s"}
     )
     shards_optimizer_state: ClassVar[bool] = False  #: whether a rank may have only a part of an optimizer's state
-    lab: ClassVar[type[LabEntry]] = LabEntry  #: what benchmarks and plans know of it
 
     transport: Transport | None  #: None if there are no other ranks
     flushed: bool  #: whether the weights are the consolidated ones, since flush()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import ShardedOptimizers
-from lightning_pipesync.core.norm import norm_of_gradients
+from lightning_pipesync.core.parameters import norm_of_gradients
 from lightning_pipesync.core.torch_private import found_overflow, has_unscaled, mark_overflow
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData

@@ -39,7 +39,7 @@ from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.held_weights import DifferentWeightsError, HeldWeights, check_held
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
-from lightning_pipesync.core.torch_private import is_dtensor, reshard, watch_collectives
+from lightning_pipesync.core.torch_private import is_dtensor, reshard, within_collectives
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
 from lightning_pipesync.methods.module_hook import hook_loading, modules_with
@@ -120,8 +120,8 @@ class SyncMethod(StepCalls):
         self._at_detach(lambda _: self.user_steps.release())
         self.transport.end_other_waits(groups_of_shards(module))
         watch = self.transport.watch
-        unwatch = watch_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
-        self._at_detach(lambda _: unwatch())
+        watched = within_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
+        self._at_detach(lambda _: watched.close())
         self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
         if self._sharded is not None:
             release = self._sharded.release

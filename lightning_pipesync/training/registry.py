@@ -42,7 +42,7 @@ def resolve(name: Any, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
 def check_method(method: type[Method]) -> None:
     """Raises a ValueError unless a class is a complete method, with a name that no other one has, and with settings."""
     if not (isinstance(method, type) and issubclass(method, Method)):
-        raise ValueError(f"{method!r} is no method: pass a class that inherits from SyncMethod or PipelineMethod.")
+        raise ValueError(f"{method!r} is no method: pass a class that inherits from SyncMethod or EAPipe.")
     of, name, config_type = method.__name__, getattr(method, "name", None), getattr(method, "config_type", None)
     if not (isinstance(name, str) and name):
         raise ValueError(f"{of} has no name: set name = 'my_method' in the class, under which frameworks find it.")

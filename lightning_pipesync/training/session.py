@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.dtensors import whole_of
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S, at_shutdown, error_at_shutdown
+from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.method import Method, parameters_of
-from lightning_pipesync.methods.pipeline import PipelineMethod
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.module import SyncedModule
@@ -102,35 +102,12 @@ class Sessions:
         self.modules: list[nn.Module] = []  # those wrapped, each once, until end(); the same on all ranks
         self.sessions: list[Session] = []
         self.optimizers: list[Optimizer] = []
-        self.pipelines: list[PipelineMethod] = []
+        self.pipelines: list[EAPipe] = []
         self._wrappers: list[weakref.ref[SyncedModule]] = []
 
     @property
     def methods(self) -> list[Method]:
         return [*(session.method for session in self.sessions), *self.pipelines]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether a model may have the weights of this rank alone."""
-        return any(session.method.diverged for session in self.sessions)
-
-    @property
-    def may_diverge(self) -> bool:
-        """Whether ranks may train different weights; the same on all ranks."""
-        return any(not session.method.same_weights for session in self.sessions)
-
-    def synchronize(self) -> None:
-        """Waits for weights that are on their way after a step; not a collective call."""
-        for session in self.sessions:
-            session.method.synchronize()
-
-    def check_resumable(self, num_processes: int) -> None:
-        """Raises a RuntimeError if each of several processes has a pipeline with all stages."""
-        if num_processes > 1 and any(method.transport is None for method in self.methods):
-            raise RuntimeError(
-                f"There are {num_processes} processes, each with all stages of a pipeline, which cannot resume from a "
-                "checkpoint: start a process for each stage, or a single one."
-            )
 
     def wrap(self, module: nn.Module, automatic: bool) -> SyncedModule:
         """Returns the wrapper of a model, which can be trained once its optimizer has been added."""
@@ -251,20 +228,6 @@ class Sessions:
         for method in training:
             method.flush()
         return training
-
-    def consolidate(self) -> None:
-        """Makes all weights the consolidated ones, on all ranks; a collective call."""
-        self.flush()
-        for engine in self.pipelines:
-            engine.gather()
-
-    def metrics(self, name: str) -> dict[str, float]:
-        """Returns the metrics of all methods: those of the first under ``name``, others' under ``name_1`` and so on."""
-        found: dict[str, float] = {}
-        for index, method in enumerate(self.methods):
-            prefix = f"{name}_{index}" if index else name
-            found |= {f"{prefix}/{key}": value for key, value in method.metrics().items()}
-        return found
 
     @property
     def _held_wrappers(self) -> list[SyncedModule]:

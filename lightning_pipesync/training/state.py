@@ -10,7 +10,7 @@ import torch
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
-from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.rng import rng_states
 from lightning_pipesync.methods.settings import Settings
 

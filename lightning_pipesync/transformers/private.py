@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from lightning_pipesync.core.private_names import missing, require
+from lightning_pipesync.core.private_names import missing, require, with_attributes
 
 
 @contextmanager
@@ -21,28 +21,18 @@ def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
         return made[-1]
 
     require(trainer, "Accelerator")
-    theirs = trainer.Accelerator
-    trainer.Accelerator = made_here
-    try:
+    with with_attributes(trainer, Accelerator=made_here):
         yield
-    finally:
-        trainer.Accelerator = theirs
     if not made:
         raise missing(trainer, "Accelerator")
 
 
-@contextmanager
-def skipping_batches(skip: Callable[[Any, int], Any]) -> Iterator[None]:
+def skipping_batches(skip: Callable[[Any, int], Any]) -> AbstractContextManager[None]:
     """Context manager in which transformers' Trainer calls ``skip(loader, number)`` to resume within an epoch."""
     from transformers import trainer
 
     require(trainer, "skip_first_batches")
-    theirs = trainer.skip_first_batches
-    trainer.skip_first_batches = skip
-    try:
-        yield
-    finally:
-        trainer.skip_first_batches = theirs
+    return with_attributes(trainer, skip_first_batches=skip)
 
 
 def count_logs_from_here(trainer: Any) -> None:

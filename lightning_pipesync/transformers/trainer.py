@@ -6,21 +6,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import TrainerCallback
 from typing_extensions import override
 
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
-from lightning_pipesync.core.private_names import ChecksOverrides
+from lightning_pipesync.core.private_names import ChecksOverrides, overrides
 from lightning_pipesync.transformers.accelerator import TrainersAccelerator
 from lightning_pipesync.transformers.place import OTHERS, TrainerPlace
 from lightning_pipesync.transformers.private import accelerator_of_transformers, skipping_batches
-from lightning_pipesync.transformers.waiting import WaitingCallback
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from transformers import Trainer as _Base
 else:
     _Base = object
+
+
+#: The events at which transformers gives callbacks the model between a step and the next forward pass.
+AFTER_STEP = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin")
 
 
 class PipeSyncTrainerMixin(ChecksOverrides, _Base):
@@ -136,6 +140,21 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
     def _load_best_model(self) -> None:
         self.accelerator.consolidate()
         super()._load_best_model()
+
+
+class WaitingCallback(TrainerCallback):
+    """Waits, before a user's callbacks, for weights that are on their way after a step, so that all are of one step.
+
+    The Trainer gives callbacks the user's own model, whose parameters nothing watches. Where no callback but those of
+    transformers looks at it, weights go on to arrive under the next forward pass.
+    """
+
+    def __init__(self, trainer: PipeSyncTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if any(overrides(callback, *AFTER_STEP) for callback in self._trainer.callback_handler.callbacks):
+            self._trainer.accelerator.synchronize()
 
 
 def _check(plugin: PipeSyncPlugin) -> None:

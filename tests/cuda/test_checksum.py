@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pipesync.core.checksum import checksum
+from lightning_pipesync.core.fingerprints import checksum
 from tests.cuda.device import DEVICE
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.plan.measure import LOSSY, codec_speed
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.work import measure_work
+from lightning_pipesync.lab.predictions.work import Work
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, sleep
 
 pytestmark = needs_cuda

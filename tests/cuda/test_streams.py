@@ -12,7 +12,7 @@ from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.parameters import SquaredNorm
 from lightning_pipesync.core.rng import rng_states, seeded, set_rng_states
 from tests.cuda.device import DEVICE, needs_cuda, recorded, sleep
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
+from lightning_pipesync.lab.predictions.entry import period_of
 from lightning_pipesync.launch.lighthouse import Lighthouse
-from lightning_pipesync.methods.laboratory import period_of
 from lightning_pipesync.methods.replicas.sections import Sections
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.loops import FabricLoop, PlainLoop

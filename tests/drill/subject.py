@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.training import registry
 from tests.conformance.methods import Method
 from tests.conformance.runners import train

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_pipesync.core.torch_private import found_overflow
 from tests.fuzz.rules import Buffers, Replicated, Rule, Settings, mean, parameters_of, tell_overflow
 from tests.fuzz.training import Replica, Worker
 
@@ -110,7 +111,11 @@ class Reference(Worker):
             for replica in self.replicas if updates else []:
                 optimizer = replica.optimizers[index]
                 replica.clip(optimizer)
-                optimizer.step() if replica.scaler is None else replica.scaler.step(optimizer)
+                if replica.scaler is None:
+                    optimizer.step()
+                elif not found_overflow(replica.scaler, optimizer):
+                    # PyTorch's fused SGD that skips its first step keeps a momentum that was never initialized.
+                    replica.scaler.step(optimizer)
             for rule in self._rules:
                 rule.step(index)
         for replica in self.replicas:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.core import norm
+from lightning_pipesync.core import parameters
 from tests.support.harness import DIED, launch, on_ranks
 
 
@@ -68,10 +68,10 @@ def leave(what: str) -> None:
     if what == "a thread":
         threading.Thread(target=time.sleep, args=[60], name=what, daemon=True).start()
     else:
-        norm.norm_of_gradients = None  # type: ignore[assignment]
+        parameters.norm_of_gradients = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("what", ["a thread", "lightning_pipesync.core.norm.norm_of_gradients"])
+@pytest.mark.parametrize("what", ["a thread", "lightning_pipesync.core.parameters.norm_of_gradients"])
 def test_what_a_call_leaves_behind_is_named(what: str) -> None:
     with pytest.raises(AssertionError, match=f"left behind, by rank: .*{what}"):
         on_ranks(leave, 2, what)

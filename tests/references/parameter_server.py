@@ -23,7 +23,6 @@ def replay(
     log: Sequence[Update],
     dc_lambda: float = 0.0,
     distance_bound: float = 0.0,
-    fetch_codec: Codec | None = None,
 ) -> list[nn.Module]:
     """Returns the model after each update, the first one before any.
 
@@ -31,27 +30,18 @@ def replay(
         loss: of the model in a rank's step, counted from 0.
         dc_lambda: lambda of DC-ASGD.
         distance_bound: C / eta_max, if the learning rate depends on the distance.
-        fetch_codec: of the differences that learners fetch, from one server, without a flush in between.
     """
     server = copy.deepcopy(model)
     optimizer = make_optimizer(server)
-    fetched: dict[int, tuple[tuple[int, float], nn.Module]] = {}  # by learner, of version and updates ahead
     versions = [copy.deepcopy(server)]
     optimizers = [copy.deepcopy(optimizer.state_dict())]
     for update in log:
         optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
         total: list[Tensor] = [torch.zeros_like(p) for p in server.parameters()]
-        learners = []
-        for g in update.gradients:
-            learner = ahead(versions[g.version], make_optimizer, optimizers[g.version], g.ahead)
-            if fetch_codec is not None:
-                known, had = fetched.get(g.rank, ((0, 0.0), copy.deepcopy(model)))
-                if known != (g.version, g.ahead):
-                    add_difference(had, learner, fetch_codec)
-                fetched[g.rank] = (g.version, g.ahead), had
-                learner = copy.deepcopy(had)
-            learners.append(learner)
+        learners = [
+            ahead(versions[g.version], make_optimizer, optimizers[g.version], g.ahead) for g in update.gradients
+        ]
         weights, lr_factor = update.weights, update.lr_factor
         if distance_bound:  # Dutta et al., Eq. 13, for each gradient
             moved = [[now - p for now, p in both(server, one)] for one in learners]
@@ -74,16 +64,6 @@ def replay(
         optimizer.param_groups[0]["lr"] = lr
         versions.append(copy.deepcopy(server))
     return versions
-
-
-@torch.no_grad()
-def add_difference(had: nn.Module, sent: nn.Module, codec: Codec) -> None:
-    """Adds to what a learner had what a codec makes of the difference to what is sent, in the buffers of a server."""
-    own, new = Bucket(list(had.parameters())), Bucket(list(sent.parameters()))
-    own.pack(list(had.parameters()))
-    new.pack(list(sent.parameters()))
-    own.flat.add_(through(codec, new.flat - own.flat, None))
-    own.unpack(list(had.parameters()))
 
 
 def both(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -149,12 +129,11 @@ def replay_diloco(
     """Returns the servers' model after each update of asynchronous DiLoCo, the first one before any.
 
     Args:
-        codec: of what is pushed to one server, with error feedback, and fetched from it, without a flush in between.
+        codec: of what is pushed to one server, with error feedback.
     """
     server = copy.deepcopy(model)
     outer = SGD(server.parameters(), outer_lr, outer_momentum, nesterov=outer_momentum > 0)
     versions, learners = [copy.deepcopy(server)], {}
-    known: dict[int, tuple[int, nn.Module]] = {}  # by learner, the last version that it fetched, and what it got
     dropped: dict[int, Tensor] = {}
     for update in log:
         total = [torch.zeros_like(p) for p in server.parameters()]
@@ -165,11 +144,6 @@ def replay_diloco(
                 learners[pushed.rank] = replica, make_optimizer(replica)
             replica, optimizer = learners[pushed.rank]
             fetched = versions[pushed.version]
-            if codec is not None:
-                before, had = known.get(pushed.rank, (0, copy.deepcopy(model)))
-                if before != pushed.version:
-                    add_difference(had, fetched, codec)
-                known[pushed.rank], fetched = (pushed.version, had), had
             took_at = [fetch.step for fetch in pushed.accrued.fetches]
             at_push = copy.deepcopy(replica)
             if not took_at:  # it had waited for the weights; it keeps its buffers

@@ -22,7 +22,9 @@ from tests.streams.trainings import (
 
 SMALL_BUCKETS = {"bucket_mb": 1e-3}
 DEAR = Training("dear", SMALL_BUCKETS)
-SERVERS = Training("parameter_server", {"policy": "sync", "fetch_compression": "int8"})
+SERVERS = Training("parameter_server", {"policy": "sync"})
+#: A server copies the weights as soon as it starts.
+DC_ASGD = Training("parameter_server", {"policy": "k_async", "delay_compensation": "dc_asgd"})
 #: Its learners push, and wait for nothing.
 DOWNPOUR = Training("parameter_server", {"policy": "downpour", "n_push": 1, "n_fetch": 100}, flushes=False)
 
@@ -37,11 +39,11 @@ MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
     Wait("wait_stream", "buckets.py", "release_memory"): (free_a_bucket, ()),
     Wait("wait_stream", "backpipe.py", "_reduce"): (train, (Training("dear", stream_per_layer=True),)),
     Wait("record_stream", "channel.py", "receive"): (receive_ahead, ()),
-    Wait("wait_stream", "host_copies.py", "start"): (train, (SERVERS,)),
-    Wait("record_stream", "host_copies.py", "start"): (copy_and_free, ()),
+    Wait("wait_stream", "wire.py", "start"): (train, (SERVERS,)),
+    Wait("record_stream", "wire.py", "start"): (copy_and_free, ()),
     Wait("synchronize", "wire.py", "wait"): (train, (SERVERS,)),
     Wait("synchronize", "mail.py", "deliver"): (train, (SERVERS,)),
-    Wait("wait_stream", "server.py", "__init__"): (train, (SERVERS,)),
+    Wait("wait_stream", "server.py", "__init__"): (train, (DC_ASGD,)),
     Wait("wait_event", "server.py", "reload"): (load_and_train, ({"policy": "sync"},)),
     Wait("wait_stream", "server.py", "close"): (train, (DOWNPOUR,)),
     Wait("record_stream", "server.py", "_follow"): (train, (DOWNPOUR,)),

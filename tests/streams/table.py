@@ -86,7 +86,7 @@ TRAININGS: dict[str, list[Training]] = {
     ],
     "parameter_server": [
         Training("parameter_server", {"policy": "sync"}, "AdamW", clips=True, side_stream=True),
-        Training("parameter_server", {"policy": "sync", "compression": "int8", "fetch_compression": "int8"}),
+        Training("parameter_server", {"policy": "sync", "compression": "int8"}),
         Training("parameter_server", {"policy": "k_async", "servers": 1}, side_stream=True),
         Training("parameter_server", {"policy": "k_async", "delay_compensation": "dc_asgd"}),
         Training("parameter_server", {"policy": "k_async", "staleness_lr": "distance"}),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import Bucket
-from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.comm.wire import HostCopies
 from tests.conformance import runners
 from tests.conformance.methods import METHODS
 from tests.conformance.training import Options
@@ -224,7 +224,7 @@ def receive_from_own_server() -> None:
     with streams.stream(servers):
         weights = torch.ones_like(bucket.packed)
         servers.synchronize()
-    bucket.receive(0, weights, is_difference=False)
+    bucket.receive(0, weights)
     del weights
     with streams.stream(servers):
         torch.ones(1, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,6 +75,36 @@ class Classifier(pl.LightningModule):
         """All parameters and floating-point buffers in one vector."""
         tensors = [value.detach().flatten() for value in self.state_dict().values() if value.is_floating_point()]
         return torch.cat(tensors).clone()
+
+
+def regression(package: str, raises_at: int | None = None) -> Any:
+    """A module of one of the two distributions, which keeps the weights of a validation, and metrics of an epoch."""
+    library = import_module(package)
+
+    class Regression(library.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layers = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+            self.own_metrics: dict[str, float] = {}
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == raises_at:
+                raise ArithmeticError("in a step")
+            return self.layers(batch[0]).square().mean()
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.validated = nn.utils.parameters_to_vector(self.parameters()).detach().clone()
+            self.log("val_loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+
+        def on_train_epoch_end(self) -> None:
+            self.own_metrics = self.trainer.strategy.method.metrics()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    torch.manual_seed(0)
+    return Regression()
 
 
 class Memory(Logger):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_pipesync.core.faults import failure, heartbeat
+from lightning_pipesync.core.faults import heartbeat
 
 #: What is to happen happens long before: on a busy machine a process may not run for some seconds.
 TIMEOUT_S = 60
@@ -25,7 +25,7 @@ def runs(pid: int) -> bool:
 
 def be_patient(beats: int = 10, store_s: float = TIMEOUT_S) -> None:
     """Has this rank count another as silent, and the store as lost, later than usual: one may only be held up."""
-    failure.PATIENCE, heartbeat.STORE_S = beats, store_s
+    heartbeat.PATIENCE, heartbeat.STORE_S = beats, store_s
 
 
 def wait_for(

@@ -149,7 +149,6 @@ def explanation(case: Case, outcomes: Sequence[Served], **ignored: Any) -> nn.Mo
     settings, log = {**case.settings, **ignored}, outcomes[0].log
     given = seeded_mlp(batch_norm=True), MAKES[case.optimizer], loss
     dc_lambda, policy = settings.get("dc_lambda", 0.0), settings["policy"]
-    codec = get_codec(settings["fetch_compression"]) if settings.get("fetch_compression") else None
     if settings.get("independent_shards"):
         logs, max_norm = [outcome.log for outcome in outcomes[: len(outcomes[0].slices)]], case.max_norm
         return replay_shards(*given, logs, outcomes[0].slices, dc_lambda=dc_lambda, max_norm=max_norm)
@@ -160,9 +159,10 @@ def explanation(case: Case, outcomes: Sequence[Served], **ignored: Any) -> nn.Mo
         return replay_easgd(*given, log, force)[-1]
     if policy == "diloco":
         outer = {name: settings[name] for name in ("outer_lr", "outer_momentum") if name in settings}
+        codec = get_codec(settings["compression"]) if settings.get("compression") else None
         return replay_diloco(*given, log, **outer, codec=codec)[-1]
     bound = settings.get("distance_bound", 0.0)
-    return replay(*given, log, dc_lambda=dc_lambda, distance_bound=bound, fetch_codec=codec)[-1]
+    return replay(*given, log, dc_lambda=dc_lambda, distance_bound=bound)[-1]
 
 
 def assert_weights(of_ranks: Iterable[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> None:
@@ -179,7 +179,7 @@ def assert_explains(case: Case, outcomes: Sequence[Served]) -> None:
     learners, weights = case.learners(len(outcomes)), [outcome.weights for outcome in outcomes]
     expected = dict(explanation(case, outcomes).named_parameters())
     assert_weights(weights, {**expected, **outcomes[learners[0]].buffers})
-    for name in {"fetch_compression", "distance_bound", "dc_lambda"} & set(case.settings):
+    for name in {"compression", "distance_bound", "dc_lambda"} & set(case.settings):
         other = state(explanation(case, outcomes, **{name: 0.0}))
         assert not all(value.equal(other[key]) for key, value in expected.items()), f"{name} has no effect"
     logs = [outcome.log for outcome in outcomes[: len(outcomes[0].slices)]]

@@ -30,17 +30,17 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 
-def get_codec(codec: str | Codec, setting: str = "compression") -> Codec:
+def get_codec(codec: str | Codec) -> Codec:
     """Returns the codec of that name with its default settings; a `Codec` passes through.
 
     Raises:
-        ValueError: no codec has that name; the message says that it is the value of ``setting``.
+        ValueError: no codec has that name.
     """
     if isinstance(codec, Codec):
         return codec
     if codec not in CODECS:
         names = ", ".join(map(repr, CODECS))
         raise ValueError(
-            f"{setting}={codec!r} is not known: use a Codec or one of {names}.{did_you_mean(codec, CODECS)}"
+            f"compression={codec!r} is not known: use a Codec or one of {names}.{did_you_mean(codec, CODECS)}"
         )
     return CODECS[codec]()

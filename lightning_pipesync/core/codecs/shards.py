@@ -8,11 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_pipesync.core.buckets import copy_back, rows_of, with_room
 from lightning_pipesync.core.codecs.codec import Codec, accumulation_dtype
 from lightning_pipesync.core.codecs.elementwise import BF16
 from lightning_pipesync.core.extras import is_installed
 from lightning_pipesync.core.feedback import encode_with_feedback
-from lightning_pipesync.core.room import copy_back, rows_of, with_room
 from lightning_pipesync.core.torch_private import foreach_zero_
 
 

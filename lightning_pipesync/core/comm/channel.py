@@ -11,14 +11,14 @@ from collections import deque
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.handle import Handle, Promise, Worker
-from lightning_pipesync.core.comm.host_copies import HostCopies
-from lightning_pipesync.core.comm.messages import Messages, Pending
+from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.comm.wire import Parcel, narrow, packed, start_unpacking
+from lightning_pipesync.core.comm.wire import HostCopies, Parcel, narrow, packed, start_unpacking
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 
@@ -75,7 +75,7 @@ class MessageSender:
         self._wire_dtype, self._window = wire_dtype, window
         self._copies = HostCopies(device)
         self._worker = Worker(name, device=device) if device.type == "cuda" else None
-        self._sent: deque[Handle[list[Pending]]] = deque()
+        self._sent: deque[Handle[list[dist.Work]]] = deque()
 
     def send(self, tree: Any) -> None:
         """Starts sending nested containers of tensors and small picklable objects; the tensors must not change.
@@ -91,7 +91,7 @@ class MessageSender:
                 works = self._start(parcel)
                 self._sent.append(Handle(lambda: works))
                 return
-            sent: Promise[list[Pending]] = Promise()
+            sent: Promise[list[dist.Work]] = Promise()
             self._worker.submit(lambda: sent.run(lambda: self._start(parcel)))
             self._sent.append(sent)
 
@@ -105,7 +105,7 @@ class MessageSender:
         if self._worker is not None:
             self._worker.close(timeout_s)
 
-    def _start(self, parcel: Parcel) -> list[Pending]:
+    def _start(self, parcel: Parcel) -> list[dist.Work]:
         return [self._messages.start_sending(part, self._peer) for part in parcel.wait()]
 
     def _wait_for_oldest(self) -> None:

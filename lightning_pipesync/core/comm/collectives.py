@@ -21,8 +21,8 @@ from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.messages import end_waits
 from lightning_pipesync.core.comm.nccl import NcclExchange
-from lightning_pipesync.core.comm.topology import Flat, Sent, Topology
-from lightning_pipesync.core.comm.torus import NONE, Torus, TorusExchange
+from lightning_pipesync.core.comm.topology import Sent, Topology
+from lightning_pipesync.core.comm.torus import NONE, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
@@ -70,7 +70,7 @@ class Collectives:
         self.traffic, self.watch, self.waits = traffic, watch, watch
         self._gloo, self._nccl = gloo, nccl
         self._exchange: GlooExchange | NcclExchange | TorusExchange = nccl or gloo
-        self.topology: Topology = Flat(len(ranks))
+        self.topology: Topology = Topology(len(ranks))
         self._kind, self._closed = kind, False
         self.background: CommQueue | None = None
 
@@ -183,7 +183,7 @@ class Collectives:
         if self._nccl is not None and flat.is_cuda:
             return self._handle("broadcast", self._nccl.broadcast(flat, src))
         host = flat.cpu()
-        work = self._gloo.broadcast(host.view(torch.uint8), src)
+        work = self.group.broadcast(host.view(torch.uint8), src)
 
         def wait() -> Tensor:
             sender = self.ranks[src]
@@ -244,19 +244,6 @@ class Collectives:
         """Whether :meth:`all_reduce` encodes sums, too, which have residuals of their own."""
         return not codec.gathered or self.topology.sends_sums
 
-    def own_contribution(self, numel: int) -> slice:
-        """Returns the slice of a buffer of ``numel`` values that this rank encodes: on a torus that of its row."""
-        return self.topology.encoded_slice(numel, self.rank)
-
-    def gather_contribution(self, feedback: ErrorFeedback) -> None:
-        """Sets the residual of the contribution to that of all that the ranks of a row encode; a collective call."""
-        flat = feedback.contribution
-        exchange = self._exchange_of(flat)
-        if isinstance(self.topology, Torus) and isinstance(exchange, TorusExchange):
-            sent = self.topology.sent_to_gather_in_row(flat.numel(), self.rank)
-            self._issue("residuals", _bytes(sent, NONE, flat.dtype, flat.dtype))
-            self._handle("residuals", exchange.gather_in_row(flat)).wait()
-
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""
         self._exchange.release_memory()
@@ -281,10 +268,7 @@ class Collectives:
         self._issue(kind, len(own) * (self.world_size - 1))
         of_ranks = torch.zeros(self.world_size, len(own), dtype=torch.uint8)
         of_ranks[self.rank] = torch.tensor(own, dtype=torch.uint8)
-        peers = [peer for peer in range(self.world_size) if peer != self.rank and own]
-        exchange = self._gloo.all_to_all(
-            dict.fromkeys(peers, of_ranks[self.rank]), {peer: of_ranks[peer] for peer in peers}
-        )
+        exchange = self._gloo.exchange_small(of_ranks[self.rank], of_ranks.unbind())
 
         def wait() -> T:
             exchange.finish()

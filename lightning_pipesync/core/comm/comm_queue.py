@@ -4,7 +4,7 @@
 One thread issues and completes all operations of a queue, in the order of submission, which must be the same on all
 ranks. ``IN_FLIGHT`` of them are in flight at a time: enough to keep the network busy, and few enough that the operation
 needed first does not share the bandwidth with all others. Over Gloo an operation advances only while a thread waits for
-it, see ring.py: so a thread that has nothing to issue waits for the oldest one. On a torus it does not: there waiting
+it, see hops.py: so a thread that has nothing to issue waits for the oldest one. On a torus it does not: there waiting
 starts the second direction, whose place in the order would depend on how fast this rank is.
 
 [Note: streams]
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -68,7 +68,7 @@ class CommQueue:
     """
 
     def __init__(self, name: str, device: torch.device, traffic: Traffic) -> None:
-        self._in_flight: deque[tuple[Promise[Handle[Any]], Callable[[], None]]] = deque()  # started; to finish it
+        self._in_flight: deque[tuple[Handle[Any] | None, Callable[[], None]]] = deque()  # None: not started
         self._error: BaseException | None = None
         self._submitted: deque[Queued[Any]] = deque()  # operations that may be unfinished
         self._worker, self._device, self._traffic = Worker(name, self._advance, device), device, traffic
@@ -95,7 +95,7 @@ class CommQueue:
             what: what it is about, for profilers, which show ``kind`` and ``what``.
         """
         queued: Queued[T] = Queued(kind, self._traffic, self._device)
-        started: Promise[Handle[T]] = Promise()
+        handle: Handle[T] | None = None
         submitted = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
         def start_after_the_caller() -> Handle[T]:
@@ -105,18 +105,21 @@ class CommQueue:
                 return start()
 
         def finish() -> T:
+            assert handle is not None
             with profiled(kind, what, "finish"):
-                result = started.wait().wait()
+                result = handle.wait()
                 after(result)
             if self._stream is not None:
                 queued.event = self._stream.record_event()
             return result
 
         def begin() -> None:
+            nonlocal handle
             while requires is not None and not requires.done and self._in_flight:
                 self._finish_oldest()
-            self._run(started, start_after_the_caller)
-            self._in_flight.append((started, lambda: self._run(queued, finish)))
+            with suppress(BaseException):  # to finish it raises the same
+                handle = self._checked(start_after_the_caller)
+            self._in_flight.append((handle, lambda: queued.run(lambda: self._checked(finish))))
             if len(self._in_flight) == IN_FLIGHT:
                 self._finish_oldest()
 
@@ -138,7 +141,7 @@ class CommQueue:
         def end() -> None:
             last.event = None if self._stream is None else self._stream.record_event()
 
-        self._worker.submit(lambda: self._run(last, end))
+        self._worker.submit(lambda: last.run(lambda: self._checked(end)))
         for queued in self._submitted:
             queued.wait_on_host()
         self._submitted.clear()
@@ -154,7 +157,10 @@ class CommQueue:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _advance(self) -> bool:
-        if not self._in_flight or (self._error is None and not self._in_flight[0][0].wait().finishes_early):
+        if not self._in_flight:
+            return False
+        handle = self._in_flight[0][0]
+        if self._error is None and handle is not None and not handle.finishes_early:
             return False
         self._finish_oldest()
         return True
@@ -167,19 +173,16 @@ class CommQueue:
         while self._in_flight:
             self._finish_oldest()
 
-    def _run(self, promise: Promise[Any], function: Callable[[], Any]) -> None:
-
-        def checked() -> Any:
-            if self._error is not None:
-                raise self._error
-            try:
-                with self._on_stream():
-                    return function()
-            except BaseException as error:
-                self._error = error
-                raise
-
-        promise.run(checked)
+    def _checked(self, function: Callable[[], T]) -> T:
+        """Returns what ``function`` returns on the queue's stream; after an error it raises that instead."""
+        if self._error is not None:
+            raise self._error
+        try:
+            with self._on_stream():
+                return function()
+        except BaseException as error:
+            self._error = error
+            raise
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,13 +13,11 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
-from lightning_pipesync.core.comm.all_to_all import AllToAllExchange
 from lightning_pipesync.core.comm.handle import Promise
-from lightning_pipesync.core.comm.messages import Messages, Pending
-from lightning_pipesync.core.comm.ring import RingExchange, ring_is_faster
+from lightning_pipesync.core.comm.hops import BufferPool, Exchange, all_to_all, ring, ring_is_faster
+from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
-from lightning_pipesync.core.pool import BufferPool
 
 #: Operations are numbered by tags modulo this, in two series.
 NUM_TAGS = 2**29
@@ -38,21 +35,11 @@ def mean_in_order(values: Mapping[int, Tensor], flat: Tensor) -> Tensor:
     return flat.copy_(total.div_(len(values)))
 
 
-class Arriving(Protocol):
-    """Slices under way, one of each rank."""
-
-    def wait_for(self, owner: int, /) -> None:
-        """Blocks until the slice of a rank has arrived."""
-
-    def finish(self) -> None:
-        """Blocks until all slices are received and sent."""
-
-
 class GlooExchange:
     """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
 
     A call posts the first messages. The thread that waits does the rest, the sums included, after that of earlier
-    calls, since all ranks must do so in the same order, see ring.py. A :class:`CommQueue` has a thread that waits while
+    calls, since all ranks must do so in the same order, see hops.py. A :class:`CommQueue` has a thread that waits while
     training continues.
 
     Args:
@@ -72,18 +59,16 @@ class GlooExchange:
         self._unfinished: deque[tuple[Promise[Tensor], Callable[[], Tensor]]] = deque()
         self._finishing = threading.Lock()
 
-    def all_to_all(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
+    def exchange_small(self, own: Tensor, of_ranks: Sequence[Tensor]) -> Exchange:
         """Starts one small message to and from each peer, all at once.
 
         These have a series of tags of their own: a thread other than that of the collectives may send them at any time.
         """
         self._small_tag = (self._small_tag + 1) % NUM_TAGS
         messages = self._messages.tagged(NUM_TAGS + self._small_tag)
-        return AllToAllExchange(messages, outgoing, incoming, window=self._world_size)
-
-    def broadcast(self, flat: Tensor, src: int) -> Pending:
-        """Starts to copy rank ``src``'s ``flat`` to all ranks, in place."""
-        return self._messages.start_broadcast(flat, src)
+        peers = self._peers if own.numel() else []
+        incoming = {peer: of_ranks[peer] for peer in peers}
+        return all_to_all(messages, dict.fromkeys(peers, own), incoming, self._pool, window=self._world_size)
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -129,34 +114,18 @@ class GlooExchange:
 
     def average_with(self, flat: Tensor, peers: Sequence[int]) -> Callable[[], Tensor]:
         """Sets ``flat`` to its mean over this rank and ``peers``, which do so, too; returns a function that waits."""
-        received = {peer: self._pool.take(flat.nbytes) for peer in peers}
-        incoming = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
-        messages = self._messages.tagged(self._next_tag())
-        exchange = AllToAllExchange(messages, dict.fromkeys(peers, flat), incoming, window=self._world_size)
-
-        def average() -> Tensor:
-            exchange.finish()  # ``flat`` is sent by then
-            mean_in_order({**incoming, self._rank: flat}, flat)
-            self._pool.give([*received.values()])
-            return flat
-
-        return self._in_order(average)
+        return self._in_order(self._start_mean(flat, peers, peers))
 
     def average_at(self, flat: Tensor, server: int) -> Callable[[], Tensor]:
         """Sets ``flat`` to its mean over all ranks, which rank ``server`` computes; returns a function that waits."""
-        serves, peers = self._rank == server, [peer for peer in range(self._world_size) if peer != self._rank]
-        received = {peer: self._pool.take(flat.nbytes) for peer in (peers if serves else ())}
-        pushed = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
-        push_messages, pull_messages = (self._messages.tagged(self._next_tag()) for _ in range(2))
-        push = AllToAllExchange(push_messages, {} if serves else {server: flat}, pushed, window=self._world_size)
+        serves, peers = self._rank == server, self._peers
+        push = self._start_mean(flat, *(((), peers) if serves else ([server], ())))
+        pull = self._messages.tagged(self._next_tag())
 
         def average() -> Tensor:
-            push.finish()
-            if serves:
-                mean_in_order({**pushed, self._rank: flat}, flat)
-                self._pool.give([*received.values()])
+            push()
             outgoing, incoming = (dict.fromkeys(peers, flat), {}) if serves else ({}, {server: flat})
-            AllToAllExchange(pull_messages, outgoing, incoming, window=self._world_size).finish()
+            all_to_all(pull, outgoing, incoming, self._pool, window=self._world_size).finish()
             return flat
 
         return self._in_order(average)
@@ -182,61 +151,50 @@ class GlooExchange:
     def _start_reduce_scatter(
         self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        slices = self._slices(flat)
+        slices, messages = self._slices(flat), self._messages.tagged(tag)
+        own = slices[self._rank]
         summed_as_they_are = codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype
         if summed_as_they_are and ring_is_faster(slices[0].nbytes, self._world_size):
-            return self._start_ring_reduce_scatter(tag, slices, mean)
-        own = slices[self._rank]
+            in_ring = ring(messages, slices, (self._rank - 1) % self._world_size, self._pool, adds=True)
+
+            def reduce_in_ring() -> Tensor:
+                in_ring.finish()
+                return self._set(own, own, mean)
+
+            return reduce_in_ring
+        # Without a codec the values themselves are sent, without a copy.
+        wires = slices if codec.lossless else self._encode_slices(slices, codec, feedback)
         num_bytes = codec.wire_bytes(own.numel(), flat.dtype)
-        received = {peer: self._pool.take(num_bytes) for peer in self._peers if num_bytes}
-        if codec.lossless:  # the values themselves are sent, without a copy
-            incoming = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
-            outgoing = {peer: slices[peer] for peer in self._peers}
-            encoded: dict[int, Tensor] = {}
-        else:
-            incoming, outgoing = received, self._encode_slices(slices, codec, feedback)
-            encoded = outgoing.copy()
-        own_wire = outgoing.pop(self._rank, own)
-        exchange = self._all_to_all(tag, outgoing, incoming)
+        arrivals = {peer: self._pool.take(num_bytes, wires[peer].dtype) for peer in self._peers if num_bytes}
+        outgoing = {peer: wires[peer] for peer in self._peers if wires[peer].numel()}
+        exchange = all_to_all(messages, outgoing, arrivals, self._pool)
 
         def reduce() -> Tensor:
-            contributions = {**incoming, self._rank: own_wire}
             if own.numel():
+                contributions = {**arrivals, self._rank: wires[self._rank]}
                 if summed_as_they_are:
-                    total = self._sum_values(exchange, contributions)
+                    self._set(own, self._sum_values(exchange, contributions), mean)
                 else:
-                    total = self._sum_wires(exchange, contributions, codec, own)
-                if mean:
-                    total.div_(self._world_size)  # only the quotient is rounded to the dtype of ``own``
-                if total is not own:
-                    own.copy_(total)
+                    self._set(own, self._sum_wires(exchange, contributions, codec, own), mean)
             exchange.finish()
-            self._pool.give([*received.values(), *encoded.values()])
+            self._pool.give(arrivals.values())
+            if not codec.lossless:
+                self._pool.give(wires)
             return own
 
         return reduce
 
-    def _start_ring_reduce_scatter(self, tag: int, slices: list[Tensor], mean: bool) -> Callable[[], Tensor]:
-        own, first = slices[self._rank], (self._rank - 1) % self._world_size
-        exchange = RingExchange(self._messages.tagged(tag), slices, first, adding=self._pool)
-
-        def reduce() -> Tensor:
-            exchange.finish()
-            return own.div_(self._world_size) if mean else own
-
-        return reduce
-
-    def _encode_slices(self, slices: list[Tensor], codec: Codec, feedback: ErrorFeedback | None) -> dict[int, Tensor]:
+    def _encode_slices(self, slices: list[Tensor], codec: Codec, feedback: ErrorFeedback | None) -> list[Tensor]:
         """Encodes every rank's slice, this rank's too, so that only encoded values are summed, on every rank."""
-        wires, none = {}, [None] * len(slices)
+        none: list[Tensor | None] = [None] * len(slices)
         residuals = none if feedback is None else self._slices(feedback.contribution)
         idle = none if feedback is None or feedback.idle is None else self._slices(feedback.idle)
-        for rank, source in enumerate(slices):
-            wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), source.dtype))
-            encode_with_feedback(codec, source, wires[rank], residuals[rank], idle[rank])
+        wires = [self._pool.take(codec.wire_bytes(source.numel(), source.dtype)) for source in slices]
+        for source, wire, residual, without in zip(slices, wires, residuals, idle, strict=True):
+            encode_with_feedback(codec, source, wire, residual, without)
         return wires
 
-    def _sum_values(self, exchange: AllToAllExchange, contributions: dict[int, Tensor]) -> Tensor:
+    def _sum_values(self, exchange: Exchange, contributions: dict[int, Tensor]) -> Tensor:
         """Adds in rank order, so that the result depends neither on the summing rank nor on the order of arrival."""
         order = sorted(contributions)
         if self._rank == 1:
@@ -248,7 +206,7 @@ class GlooExchange:
             total.add_(contributions[rank])
         return total
 
-    def _sum_wires(self, exchange: Arriving, contributions: dict[int, Tensor], codec: Codec, own: Tensor) -> Tensor:
+    def _sum_wires(self, exchange: Exchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor) -> Tensor:
         """Decodes and adds in rank order, into ``own`` if that has the dtype of a sum."""
         dtype = accumulation_dtype(own.dtype)
         total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
@@ -260,6 +218,12 @@ class GlooExchange:
             else:
                 codec.decode_add(wire, total, own.dtype)
         return total
+
+    def _set(self, values: Tensor, total: Tensor, mean: bool) -> Tensor:
+        """Sets values, which may be ``total`` itself, to the sum or the mean; only that is rounded to their dtype."""
+        if mean:
+            total.div_(self._world_size)
+        return values if total is values else values.copy_(total)
 
     def _start_all_gather(
         self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
@@ -304,28 +268,35 @@ class GlooExchange:
 
         def gather_and_sum() -> Tensor:
             if flat.numel():
-                total = self._sum_wires(exchange, dict(enumerate(wires)), codec, flat)
-                if mean:
-                    total.div_(self._world_size)
-                if total is not flat:
-                    flat.copy_(total)
+                self._set(flat, self._sum_wires(exchange, dict(enumerate(wires)), codec, flat), mean)
             exchange.finish()
             self._pool.give(wires)
             return flat
 
         return gather_and_sum
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Arriving:
+    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Exchange:
+        messages, own = self._messages.tagged(tag), slices[self._rank]
         if ring_is_faster(slices[0].nbytes, self._world_size):
-            return RingExchange(self._messages.tagged(tag), slices, first=self._rank)
-        own = slices[self._rank]
-        return self._all_to_all(
-            tag, dict.fromkeys(self._peers, own), {p: slices[p] for p in self._peers if slices[p].numel()}
-        )
+            return ring(messages, slices, self._rank, self._pool, adds=False)
+        outgoing = dict.fromkeys(self._peers, own) if own.numel() else {}
+        incoming = {peer: slices[peer] for peer in self._peers if slices[peer].numel()}
+        return all_to_all(messages, outgoing, incoming, self._pool)
 
-    def _all_to_all(self, tag: int, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
-        filled = {peer: message for peer, message in outgoing.items() if message.numel()}
-        return AllToAllExchange(self._messages.tagged(tag), filled, incoming)
+    def _start_mean(self, flat: Tensor, targets: Sequence[int], sources: Sequence[int]) -> Callable[[], Tensor]:
+        """Sends ``flat`` to ranks, and then sets it to its mean over this rank and others, if there are some."""
+        messages = self._messages.tagged(self._next_tag())
+        received = {peer: self._pool.take(flat.nbytes, flat.dtype) for peer in sources}
+        exchange = all_to_all(messages, dict.fromkeys(targets, flat), received, self._pool, window=self._world_size)
+
+        def average() -> Tensor:
+            exchange.finish()  # ``flat`` is sent by then
+            if received:
+                mean_in_order({**received, self._rank: flat}, flat)
+                self._pool.give(received.values())
+            return flat
+
+        return average
 
     @property
     def _peers(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +33,6 @@ class ProcessGroups:
         everyone: a Gloo group of all ranks of the default process group.
         lines: for each rank of the default process group, the ranks along its line of ``replicas``.
         hosts: the name of the host of each rank.
-        pids: the process id of each rank.
 
     Args:
         device: of tensors that NCCL's groups exchange.
@@ -47,7 +45,6 @@ class ProcessGroups:
 
     lines: list[Sequence[int]]
     hosts: list[str]
-    pids: list[int]
 
     def __init__(self, device: torch.device, timeout: timedelta, replicas: DeviceMesh | Sequence[int] | None) -> None:
         self._device, self._timeout = device, timeout
@@ -61,8 +58,8 @@ class ProcessGroups:
         elif replicas is not None:
             own = list(replicas)
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (own, socket.gethostname(), os.getpid()), group=self.everyone)
-        self.lines, self.hosts, self.pids = map(list, zip(*gathered, strict=True))
+        dist.all_gather_object(gathered, (own, socket.gethostname()), group=self.everyone)
+        self.lines, self.hosts = map(list, zip(*gathered, strict=True))
         agreed = (
             rank in line and all(self.lines[other] == line for other in line) for rank, line in enumerate(self.lines)
         )

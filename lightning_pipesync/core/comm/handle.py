@@ -96,6 +96,9 @@ class Worker:
 
     ``idle`` is called when no job is queued, and again as long as it returns True: it has done something. ``device`` is
     the current one of its jobs, if it is a CUDA device.
+
+    Attributes:
+        thread: the thread.
     """
 
     def __init__(self, name: str, idle: Callable[[], bool] = lambda: False, device: torch.device = CPU) -> None:
@@ -103,8 +106,8 @@ class Worker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
         self._at_end = at_shutdown(self._end_after_error)
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -124,7 +127,7 @@ class Worker:
         with self._lock:
             self._closed = True
             self._jobs.put(None)
-        join_thread(self._thread, timeout_s)
+        join_thread(self.thread, timeout_s)
 
     def _end_after_error(self, _: float) -> None:
         """Ends the thread if an error has ended the loop before it was closed: it may stay in C++ code."""

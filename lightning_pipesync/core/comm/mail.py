@@ -2,8 +2,8 @@
 
 [Note: keep-alives]
 A rank may have nothing to send for longer than the timeout of a message, and when one times out, Gloo ends all
-connections of the group. So messages have no timeout. An idle rank sends empty messages, and one from which nothing
-arrives within the timeout counts as lost; so does one that has raised, even if it lives on.
+connections of the group. So messages have no timeout. Each rank sends signs of life, and one from which nothing arrives
+within the timeout counts as lost; so does one that has raised, even if it lives on.
 
 [Note: one direction a connection]
 A receiver posts the receives of the tensors once it has the header. In Gloo the notice of that queues behind outgoing
@@ -17,31 +17,30 @@ nothing is said.
 
 [Note: tensors of a device]
 A message leaves, also to this rank itself, once its tensors are computed: a thread of the mail waits for that, see
-host_copies.py. So whoever gets it may use them on any stream. Those from other ranks arrive in pinned memory.
+wire.py. So whoever gets it may use them on any stream. Those from other ranks arrive in pinned memory.
 """
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_pipesync.core.comm.handle import CPU, Worker, begin_thread
-from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
-from lightning_pipesync.core.comm.wire import Parcel, packed, start_unpacking
+from lightning_pipesync.core.comm.wire import HostCopies, Parcel, packed, pickled, start_unpacking
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.failure import KNOWN
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown, join_thread
-from lightning_pipesync.core.plain import tensors_among
 from lightning_pipesync.core.profiling import profiled
 
 #: Maximum seconds between two messages, and their maximum as a fraction of the timeout.
@@ -58,7 +57,6 @@ class _Sign(Enum):
     ALIVE = "alive"
     GOODBYE = "goodbye"
     LAST = "last"
-    STOP = "stop"
 
 
 @dataclass(eq=False)
@@ -87,8 +85,15 @@ class Mail:
         self._upwards, self._downwards, self._rank = upwards, downwards, upwards.rank
         self._traffic, self._timeout_s = traffic, timeout_s
         self._interval_s = min(INTERVAL_S, timeout_s * FRACTION_OF_TIMEOUT)
-        self._outboxes: dict[int, _Outbox] = {}
-        self._inboxes: list[_Inbox] = []
+        self._peers = [peer for peer in range(upwards.world_size) if peer != self._rank]
+        self._outboxes: dict[int, Worker] = {}
+        self._inboxes: dict[int, threading.Thread] = {}
+        self._heard: dict[int, float] = {}  # when the last message of each peer arrived
+        #: Set once a peer has said goodbye, or its messages do not arrive.
+        self._ended = {peer: threading.Event() for peer in self._peers}
+        #: By peer, which rank is at fault that a thread of this one cannot send to it, or receive from it.
+        self._failed: dict[int, tuple[int, Exception]] = {}
+        self._lost: set[int] = set()
         self._own: Worker | None = None
         self._closing = threading.Event()
 
@@ -101,16 +106,14 @@ class Mail:
             end: called with a rank that has closed its mail without an error, by the thread that has delivered all its
                 messages.
         """
-        self._deliver, self._lose = deliver, lose
-        up, down = self._upwards, self._downwards
-        ways = {peer: (up, down) if peer > self._rank else (down, up) for peer in range(up.world_size)}
-        del ways[self._rank]
-        device = self._device
-        self._own = Worker("pipesync-mail-own", device=device)
-        self._outboxes = {
-            peer: _Outbox(to, peer, device, self._traffic, self._interval_s) for peer, (to, _) in ways.items()
-        }
-        self._inboxes = [_Inbox(back, peer, device, deliver, end) for peer, (_, back) in ways.items()]
+        self._deliver, self._lose, self._end = deliver, lose, end
+        self._own = Worker("pipesync-mail-own", device=self._device)
+        self._heard = dict.fromkeys(self._peers, time.monotonic())
+        for peer in self._peers:
+            self._outboxes[peer] = Worker(f"pipesync-to-{peer}", device=self._device)
+            receive = partial(self._receive, peer)
+            self._inboxes[peer] = threading.Thread(target=receive, name=f"pipesync-from-{peer}", daemon=True)
+            self._inboxes[peer].start()
         self._listener = threading.Thread(target=self._listen, name="pipesync-mail-listener", daemon=True)
         self._listener.start()
         self._at_end = at_shutdown(self.close)
@@ -124,7 +127,8 @@ class Mail:
         if rank != self._rank:
             if letter.parcel is None:
                 letter.parcel = packed(letter.message, self._copies)
-            self._outboxes[rank].put(letter)
+            self._traffic.count("send", letter.parcel.nbytes)
+            self._post(rank, letter)
             return
         assert self._own is not None
         computed = self._computed(letter.message)
@@ -151,136 +155,102 @@ class Mail:
         delivered = threading.Event()
         self._own.submit(delivered.set)
         delivered.wait(timeout_s)
-        succeeds = is_normal_end(sys.exc_info()[1] or error_at_shutdown())
-        for outbox in self._outboxes.values():
-            outbox.put_sign(_Sign.GOODBYE if succeeds else _Sign.STOP)
         deadline = time.monotonic() + timeout_s
-        there = [inbox for inbox in self._inboxes if not inbox.is_lost]
-        for inbox in there if succeeds else ():
-            inbox.has_ended.wait(max(0.0, deadline - time.monotonic()))
-            self._outboxes[inbox.peer].put_sign(_Sign.LAST)
-        for inbox in there:
-            for thread in (self._outboxes[inbox.peer].thread, inbox.thread):
-                thread.join(max(0.0, deadline - time.monotonic()))
-        threads = [outbox.thread for outbox in self._outboxes.values()] + [inbox.thread for inbox in self._inboxes]
+
+        def seconds_left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        there = [peer for peer in self._peers if peer not in self._lost]
+        if is_normal_end(sys.exc_info()[1] or error_at_shutdown()):
+            for peer in self._peers:
+                self._post(peer, _letter_of(_Sign.GOODBYE))
+            for peer in there:
+                self._ended[peer].wait(seconds_left())
+                self._post(peer, _letter_of(_Sign.LAST))
+        for peer in there:
+            self._outboxes[peer].close(seconds_left())
+            self._inboxes[peer].join(seconds_left())
+        threads = [*(outbox.thread for outbox in self._outboxes.values()), *self._inboxes.values()]
         if any(thread.is_alive() for thread in threads):
             self._upwards.end_waits()
             self._downwards.end_waits()
-        for thread in (*threads, self._listener):
+        for outbox in self._outboxes.values():
+            outbox.close(1.0)
+        for thread in (*self._inboxes.values(), self._listener):
             join_thread(thread, 1.0)
-        self._own.close(max(0.0, deadline - time.monotonic()))
+        self._own.close(seconds_left())
 
     def _computed(self, message: Any) -> torch.cuda.Event | None:
         """Returns an event after which the tensors of a message are computed; None: they are, or there are none."""
-        if self._device.type != "cuda" or not any(tensor.is_cuda for tensor in tensors_among(message)):
+        if self._device.type != "cuda" or not any(tensor.is_cuda for tensor in pickled(message)[1]):
             return None
         computed = torch.cuda.Event(blocking=True)
         computed.record(torch.cuda.current_stream(self._device))
         return computed
 
-    def _listen(self) -> None:
-        """Tells which ranks are lost, see [Note: keep-alives]."""
-        listened = {inbox.peer: inbox for inbox in self._inboxes}
-        last = time.monotonic()
-        while not self._closing.wait(self._interval_s / 4):
-            now = time.monotonic()
-            if now - last > self._interval_s:  # this process was frozen, too
-                for inbox in listened.values():
-                    inbox.heard = now
-            for inbox in list(listened.values()):
-                outbox = self._outboxes[inbox.peer]
-                if outbox.broken_by is not None:
-                    del listened[inbox.peer]
-                    self._lose(self._rank, outbox.broken_by)
-                    continue
-                error = inbox.error or outbox.error
-                if error is None and self._upwards.is_known_lost(inbox.peer):
-                    error = self._upwards.failed_receive(RuntimeError(KNOWN), inbox.peer)
-                if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
-                    silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
-                    error = self._upwards.failed_receive(silent, inbox.peer)
-                if error is not None:
-                    del listened[inbox.peer]
-                    inbox.is_lost = True
-                    self._lose(inbox.peer, error)
-            last = time.monotonic()  # to name a lost rank may take long
+    def _post(self, peer: int, letter: Letter) -> None:
+        """Has the thread of a peer send it a letter; nothing happens once that thread has failed, or ended."""
+        parcel, messages = letter.parcel, self._upwards if peer > self._rank else self._downwards
+        assert parcel is not None
 
+        def post() -> None:
+            if peer in self._failed:
+                return
+            try:
+                with profiled("send", type(letter.message).__name__):
+                    for work in [messages.start_sending(part, peer) for part in parcel.wait()]:
+                        messages.wait_sent(work, peer)
+            except RuntimeError as error:  # the peer is lost
+                self._failed[peer] = peer, error
+            except Exception as error:  # such as a MemoryError
+                self._failed[peer] = self._rank, error
 
-class _Outbox:
-    """The messages to one rank, and the thread that sends them, until ``error``, or ``broken_by`` one of its own."""
+        with suppress(RuntimeError):
+            self._outboxes[peer].submit(post)
 
-    def __init__(
-        self, messages: Messages, peer: int, device: torch.device, traffic: Traffic, interval_s: float
-    ) -> None:
-        self._messages, self._peer, self._device, self._traffic = messages, peer, device, traffic
-        self._interval_s = interval_s
-        self.error: RuntimeError | None = None
-        self.broken_by: Exception | None = None
-        self._queue: queue.SimpleQueue[Letter] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"pipesync-to-{peer}", daemon=True)
-        self.thread.start()
-
-    def put(self, letter: Letter) -> None:
-        assert letter.parcel is not None
-        self._traffic.count("send", letter.parcel.nbytes)
-        self._queue.put(letter)
-
-    def put_sign(self, sign: _Sign) -> None:
-        self._queue.put(_letter_of(sign))
-
-    def _run(self) -> None:
+    def _receive(self, peer: int) -> None:
+        """Receives the messages from a peer, and delivers them."""
         begin_thread(self._device)
-        try:
-            message = None
-            while message is not _Sign.LAST:
-                try:
-                    letter = self._queue.get(timeout=self._interval_s)
-                except queue.Empty:
-                    letter = _letter_of(_Sign.ALIVE)
-                message = letter.message
-                if message is _Sign.STOP:
-                    return
-                assert letter.parcel is not None
-                with profiled("send", type(message).__name__):
-                    for work in [self._messages.start_sending(part, self._peer) for part in letter.parcel.wait()]:
-                        self._messages.wait_sent(work, self._peer)
-        except RuntimeError as error:  # the peer is lost
-            self.error = error
-        except Exception as error:  # such as a MemoryError
-            self.broken_by = error
-
-
-class _Inbox:
-    """The thread that receives the messages from one rank, until ``error``.
-
-    ``heard``: when the last message arrived. ``has_ended``: set once the rank has said goodbye, or its messages do not
-    arrive. ``is_lost``: whether it was told that the rank is lost.
-    """
-
-    def __init__(self, messages: Messages, peer: int, device: torch.device, deliver: Deliver, end: End) -> None:
-        self._messages, self.peer, self._device, self._deliver, self._end = messages, peer, device, deliver, end
-        self.heard, self.has_ended, self.is_lost = time.monotonic(), threading.Event(), False
-        self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run, name=f"pipesync-from-{peer}", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        begin_thread(self._device)
-        pin_memory = self._device.type == "cuda"
+        messages, pin_memory = self._downwards if peer > self._rank else self._upwards, self._device.type == "cuda"
         try:
             while True:
-                message = start_unpacking(self._messages, self.peer, CPU, pin_memory=pin_memory)()
-                self.heard = time.monotonic()
+                message = start_unpacking(messages, peer, CPU, pin_memory=pin_memory)()
+                self._heard[peer] = time.monotonic()
                 if message is _Sign.LAST:
                     return
                 if message is _Sign.GOODBYE:
-                    self.has_ended.set()
-                    self._end(self.peer)
+                    self._ended[peer].set()
+                    self._end(peer)
                 elif message is not _Sign.ALIVE:
-                    self._deliver(self.peer, message)
+                    self._deliver(peer, message)
         except Exception as error:
-            self.error = error
-            self.has_ended.set()
+            self._failed.setdefault(peer, (peer, error))
+            self._ended[peer].set()
+
+    def _listen(self) -> None:
+        """Sends signs of life, and tells which ranks are lost, see [Note: keep-alives]."""
+        listened, last, spoke = list(self._peers), time.monotonic(), time.monotonic()
+        while not self._closing.wait(self._interval_s / 4):
+            now = time.monotonic()
+            if now - last > self._interval_s:  # this process was frozen, too
+                self._heard = dict.fromkeys(self._peers, now)
+            if now - spoke > self._interval_s:
+                spoke = now
+                for peer in self._peers:
+                    self._post(peer, _letter_of(_Sign.ALIVE))
+            for peer in list(listened):
+                fault, error = self._failed.get(peer, (peer, None))
+                if error is None and self._upwards.is_known_lost(peer):
+                    error = self._upwards.failed_receive(RuntimeError(KNOWN), peer)
+                if error is None and now - self._heard[peer] > self._timeout_s and not self._ended[peer].is_set():
+                    silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
+                    error = self._upwards.failed_receive(silent, peer)
+                if error is not None:
+                    listened.remove(peer)
+                    if fault == peer:
+                        self._lost.add(peer)
+                    self._lose(fault, error)
+            last = time.monotonic()  # to name a lost rank may take long
 
 
 def _letter_of(sign: _Sign) -> Letter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,13 +14,6 @@ from lightning_pipesync.core.faults.failure import PeerWatch, Waiting
 
 #: The tag of no message.
 UNUSED_TAG = 2**31 - 1
-
-
-class Pending(Protocol):
-    """A message that was posted."""
-
-    def wait(self, timeout: timedelta, /) -> object:
-        """Blocks until it was sent or received."""
 
 
 class Messages:
@@ -58,24 +50,26 @@ class Messages:
         messages._tag = tag
         return messages
 
-    def start_receiving(self, tensor: Tensor, peer: int) -> Pending:
-        with self._receiving(peer):
+    def start_receiving(self, tensor: Tensor, peer: int) -> dist.Work:
+        try:
             return self._group.recv([tensor], peer, self._tag)  # irecv takes ten calls to come here
+        except RuntimeError:
+            with self._receiving(peer):
+                raise
 
-    def start_sending(self, tensor: Tensor, peer: int) -> Pending:
+    def start_sending(self, tensor: Tensor, peer: int) -> dist.Work:
         """Posts a send of the contiguous ``tensor``, which must not change until :meth:`wait_sent`."""
-        with self._sending(peer):
+        try:
             return self._group.send([tensor], peer, self._tag)
+        except RuntimeError:
+            with self._sending(peer):
+                raise
 
-    def start_broadcast(self, tensor: Tensor, src: int) -> Pending:
-        """Posts the broadcast of rank ``src``'s tensor, in place; the caller's context names who is waited for."""
-        return self._group.broadcast(tensor, src)
-
-    def wait_received(self, work: Pending, peer: int) -> None:
+    def wait_received(self, work: dist.Work, peer: int) -> None:
         with self._receiving(peer):
             work.wait(self._timeout)
 
-    def wait_sent(self, work: Pending, peer: int) -> None:
+    def wait_sent(self, work: dist.Work, peer: int) -> None:
         with self._sending(peer):
             work.wait(self._timeout)
 

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_numel, shard_of
+from lightning_pipesync.core.buckets import copy_back, rows_of, shard_numel, shard_of, with_room
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.codecs.shards import Shards, shards_of
 from lightning_pipesync.core.comm.gloo import ShardHook, mean_in_order
 from lightning_pipesync.core.feedback import ErrorFeedback, kept
-from lightning_pipesync.core.room import copy_back, rows_of, with_room
 
 #: Of streams of communication: their kernels are few and short, and training would otherwise delay them.
 HIGH_PRIORITY = -1

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 from lightning_pipesync.core.buckets import shard_slice
 
 #: A number of values that a rank sends, and whether the codec encodes them.
 Sent = tuple[int, bool]
 
 
-class Topology(ABC):
-    """An arrangement of ``world_size`` ranks; ``str()`` names it.
+class Topology:
+    """The arrangement in which every one of ``world_size`` ranks exchanges with every other, or in a ring of all.
+
+    Subclasses arrange them in other ways; ``str()`` names the arrangement.
 
     Attributes:
         num_shards: into how many shards of one size a buffer divides; they have owners, other ranks have none.
@@ -26,45 +26,25 @@ class Topology(ABC):
     def __init__(self, world_size: int) -> None:
         self.world_size = self.num_shards = world_size
 
-    @abstractmethod
+    def __str__(self) -> str:
+        return "flat"
+
     def shard_slice(self, numel: int, rank: int) -> slice:
         """Returns the slice of ``numel`` values that ``rank`` owns."""
+        return shard_slice(numel, rank, self.world_size)
 
-    @abstractmethod
-    def encoded_slice(self, numel: int, rank: int) -> slice:
-        """Returns the slice of ``numel`` values that ``rank`` encodes before they are reduced."""
-
-    @abstractmethod
     def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         """Returns what ``rank`` sends in a reduce-scatter of ``numel`` values.
 
         ``wires``: whether all ranks get what each has encoded, of which they compute all of the sum.
         """
-
-    @abstractmethod
-    def sent_to_gather(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
-        """Returns what ``rank`` sends in an all-gather of ``numel`` values; ``wires``: if they were reduced so."""
-
-
-class Flat(Topology):
-    """Every rank exchanges with every other, or in a ring of all."""
-
-    def __str__(self) -> str:
-        return "flat"
-
-    def shard_slice(self, numel: int, rank: int) -> slice:
-        return shard_slice(numel, rank, self.world_size)
-
-    def encoded_slice(self, numel: int, rank: int) -> slice:
-        return slice(0, numel)
-
-    def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         if wires:
             return [(numel, True)] * (self.world_size - 1)
         others = (self.shard_slice(numel, other) for other in range(self.world_size) if other != rank)
         return [(other.stop - other.start, True) for other in others]
 
     def sent_to_gather(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
+        """Returns what ``rank`` sends in an all-gather of ``numel`` values; ``wires``: if they were reduced so."""
         if wires:
             return []
         own = self.shard_slice(numel, rank)

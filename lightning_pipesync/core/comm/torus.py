@@ -11,7 +11,7 @@ from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.gloo import GlooExchange, ShardHook
 from lightning_pipesync.core.comm.nccl import NcclExchange
-from lightning_pipesync.core.comm.topology import Flat, Sent, Topology
+from lightning_pipesync.core.comm.topology import Sent, Topology
 from lightning_pipesync.core.feedback import ErrorFeedback
 
 #: Rows send values as they are: only what crosses the rows is encoded, once.
@@ -85,20 +85,14 @@ class Torus(Topology):
         inner = shard_slice(outer.stop - outer.start, rank // self.columns, self.rows)
         return slice(outer.start + inner.start, outer.start + inner.stop)
 
-    def encoded_slice(self, numel: int, rank: int) -> slice:
-        return self.row_slice(numel, rank)
-
     def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         row, column = divmod(rank, self.columns)
-        in_row = [(size, False) for size, _ in Flat(self.columns).sent_to_reduce(numel, column)]
-        return in_row + Flat(self.rows).sent_to_reduce(self._numel_of_row(numel, rank), row, wires)
+        in_row = [(size, False) for size, _ in Topology(self.columns).sent_to_reduce(numel, column)]
+        return in_row + Topology(self.rows).sent_to_reduce(self._numel_of_row(numel, rank), row, wires)
 
     def sent_to_gather(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         row, size = rank // self.columns, self._numel_of_row(numel, rank)
-        return Flat(self.rows).sent_to_gather(size, row, wires) + self.sent_to_gather_in_row(numel, rank)
-
-    def sent_to_gather_in_row(self, numel: int, rank: int) -> list[Sent]:
-        return [(self._numel_of_row(numel, rank), False)] * (self.columns - 1)
+        return Topology(self.rows).sent_to_gather(size, row, wires) + [(size, False)] * (self.columns - 1)
 
     def _numel_of_row(self, numel: int, rank: int) -> int:
         row = self.row_slice(numel, rank)
@@ -136,13 +130,9 @@ class TorusExchange:
 
         def gather_in_row() -> Tensor:
             gathered_in_column()
-            return self.gather_in_row(flat)()
+            return self._row.all_gather(flat, NONE, None)()
 
         return gather_in_row
-
-    def gather_in_row(self, flat: Tensor) -> Callable[[], Tensor]:
-        """Fills ``flat`` with the :meth:`Torus.row_slice` of every rank of the row; returns a function that waits."""
-        return self._row.all_gather(flat, NONE, None)
 
     def all_reduce(
         self,
@@ -157,7 +147,7 @@ class TorusExchange:
 
         def reduce_in_column() -> Tensor:
             self._column.all_reduce(summed_in_row(), codec, mean, residuals, shard_hook)()
-            return self.gather_in_row(flat)()
+            return self._row.all_gather(flat, NONE, None)()
 
         return reduce_in_column
 

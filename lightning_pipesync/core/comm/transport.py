@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_pipesync.core.comm.mail import Mail
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.objects import Objects
-from lightning_pipesync.core.comm.topology import Flat
+from lightning_pipesync.core.comm.topology import Topology
 from lightning_pipesync.core.comm.torus import Torus, TorusExchange
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.tree import DoubleTree, TreeExchange
@@ -100,7 +100,7 @@ class Transport(Collectives):
         self._control = groups.everyone if replicas is None else groups.dividing("gloo", groups.lines)
         traffic = Traffic()
         watch = PeerWatch(self._timeout, lambda: traffic.num_operations, groups.end_waits)
-        watch.announces, watch.first_process = backend == "nccl", (groups.hosts[0], groups.pids[0])
+        watch.announces = backend == "nccl"
         self.job = self._objects = Objects(groups.everyone, watch, traffic)
         if self._control is not groups.everyone:
             self._objects = Objects(self._control, watch, traffic)
@@ -109,7 +109,7 @@ class Transport(Collectives):
         self._readers = readers
         self.shards: Collectives | None = None
         if len(self.ranks) < dist.get_world_size():
-            self.shards = self._collectives_of_shards()
+            self.shards = self._collectives_among(groups.shards, "shards ", over_nccl=False)
         self.row: Collectives | None = None
         self.column: Collectives | None = None
         try:
@@ -132,14 +132,15 @@ class Transport(Collectives):
             self.background.close(CLOSE_S)
             self.background = None
         self.rank, self.world_size, self.ranks = line.rank, line.size, range(line.size)
-        self.topology = Flat(line.size)
+        self.topology = Topology(line.size)
         self._objects = Objects(line.group, line.watch, self.traffic)
         self._gloo, self._messages = GlooExchange(line.group, line.watch), Messages(line.group, 0, line.watch)
         self._nccl, self._exchange, self.backend, self.waits = None, self._gloo, "gloo", line.watch
         if self.shards is not None:  # a rank that has lost another replica may have ended waits
             self.shards.close(CLOSE_S)
-            former, self.shards = self.shards, self._collectives_of_shards()
-            self._groups.close(former.group)
+            former = self.shards.group
+            self.shards = self._collectives_among(self._groups.shards, "shards ", over_nccl=False)
+            self._groups.close(former)
 
     def end_waits_for_shards(self) -> None:
         """Ends all waits for the ranks that hold this rank's replica; :meth:`exchange_with` makes another group."""
@@ -274,8 +275,8 @@ class Transport(Collectives):
         # Tags that the collectives, which use the same group, do not use.
         return Messages(self._groups.everyone, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
-    def _arrange(self, topology: str, columns: int | None, lossy: bool) -> None:
-        wanted, lossy_everywhere = zip(*self.gather_objects(((topology, columns), lossy)), strict=True)
+    def _arrange(self, topology: str, num_columns: int | None, lossy: bool) -> None:
+        wanted, lossy_everywhere = zip(*self.gather_objects(((topology, num_columns), lossy)), strict=True)
         if len(set(wanted)) > 1:
             raise ValueError(f"The ranks differ in (topology, torus_columns): {[*wanted]}.")
         if topology == "tree" and self.backend == "nccl":
@@ -284,8 +285,7 @@ class Transport(Collectives):
                 "which has no reduce and broadcast on trees: set topology='flat' or 'torus2d'."
             )
         if self.backend == "nccl":
-            group = self._groups.dividing("nccl", self._groups.lines)
-            self._nccl = self._exchange = NcclExchange(group, self.device, self._groups.share_a_host(self.ranks))
+            self._nccl = self._exchange = self._nccl_among(self._groups.lines)
         if topology == "flat" or (topology == "auto" and not all(lossy_everywhere)):
             return
         if topology == "tree":
@@ -296,32 +296,26 @@ class Transport(Collectives):
             if topology == "auto":
                 return
             raise ValueError(f"topology={topology!r} is one of all ranks, and replicas= has some: use topology='flat'.")
-        grid = Torus.of_hosts(self._groups.hosts) if topology == "auto" else Torus(self.world_size, columns)
-        if topology == "rows" and grid is not None:
-            self.row = self._collectives_within(grid.row_of, "row ")
-            self.column = self._collectives_within(grid.column_of, "")
-        elif grid is not None:
-            row, column = self._exchange_within(grid.row_of), self._exchange_within(grid.column_of)
-            self.topology, self._exchange = grid, TorusExchange(grid, self.rank, row, column)
+        grid = Torus.of_hosts(self._groups.hosts) if topology == "auto" else Torus(self.world_size, num_columns)
+        if grid is None:
+            return
+        rows, columns = ([of(rank) for rank in range(self.world_size)] for of in (grid.row_of, grid.column_of))
+        if topology == "rows":
+            self.row = self._collectives_among(rows, "row ", over_nccl=self._nccl is not None)
+            self.column = self._collectives_among(columns, "", over_nccl=self._nccl is not None)
+        else:
+            among = self._gloo_among if self._nccl is None else self._nccl_among
+            self.topology, self._exchange = grid, TorusExchange(grid, self.rank, among(rows), among(columns))
 
-    def _collectives_of_shards(self) -> Collectives:
-        groups, own = self._groups, dist.get_rank()
-        gloo = GlooExchange(groups.dividing("gloo", groups.shards), self.watch)
-        return Collectives(own, groups.shards[own], gloo, None, self.traffic, self.watch, "shards ")
+    def _collectives_among(self, divided: Sequence[Sequence[int]], kind: str, over_nccl: bool) -> Collectives:
+        """Returns collectives among the ranks that ``divided``, by rank, puts together with this one."""
+        gloo, nccl = self._gloo_among(divided), self._nccl_among(divided) if over_nccl else None
+        own = dist.get_rank()
+        return Collectives(own, divided[own], gloo, nccl, self.traffic, self.watch, kind)
 
-    def _collectives_within(self, ranks_of: Callable[[int], list[int]], kind: str) -> Collectives:
-        gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch)
-        nccl = None if self._nccl is None else self._nccl_within(ranks_of)
-        return Collectives(self.rank, ranks_of(self.rank), gloo, nccl, self.traffic, self.watch, kind)
+    def _gloo_among(self, divided: Sequence[Sequence[int]]) -> GlooExchange:
+        return GlooExchange(self._groups.dividing("gloo", divided), self.watch)
 
-    def _exchange_within(self, ranks_of: Callable[[int], list[int]]) -> GlooExchange | NcclExchange:
-        if self._nccl is None:
-            return GlooExchange(self._group_within("gloo", ranks_of), self.watch)
-        return self._nccl_within(ranks_of)
-
-    def _nccl_within(self, ranks_of: Callable[[int], list[int]]) -> NcclExchange:
-        group = self._group_within("nccl", ranks_of)
-        return NcclExchange(group, self.device, self._groups.share_a_host(ranks_of(self.rank)))
-
-    def _group_within(self, backend: str, ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
-        return self._groups.dividing(backend, [ranks_of(rank) for rank in range(self.world_size)])
+    def _nccl_among(self, divided: Sequence[Sequence[int]]) -> NcclExchange:
+        group = self._groups.dividing("nccl", divided)
+        return NcclExchange(group, self.device, self._groups.share_a_host(divided[dist.get_rank()]))

@@ -21,14 +21,14 @@ times. So the reduce carries values as they are. The roots encode the sums, once
 [Note: pieces]
 A half travels in pieces: while one is summed, or passed on, the next one arrives, so that the time of a large buffer
 does not grow with the depth of the tree. A piece advances while its receiver waits for it: all ranks must wait for
-their operations in the same order, as for rings, see ring.py.
+their operations in the same order, see hops.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, zip_longest
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,18 +37,18 @@ from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
-from lightning_pipesync.core.comm.messages import Messages, Pending
+from lightning_pipesync.core.comm.hops import WINDOW, Exchange, Hop, in_pieces
+from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.topology import Sent, Topology
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.pool import BufferPool
 
 #: A half has so many pieces, and so many for each level, of at least and at most so many bytes: more pieces fill a deep
 #: tree sooner, and each costs about 0.3 ms of processor time.
 PIECES, PIECES_OF_LEVEL, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 16, 4, 64 * 1024, 1024 * 1024
 
-#: Receives posted ahead, from each child or parent.
-WINDOW = 4
+#: The hops of each piece of a half, in order, and what is sent at once.
+Half = tuple[list[list[Hop]], list[tuple[Messages, Tensor, int]]]
 
 
 class Tree:
@@ -101,9 +101,6 @@ class DoubleTree(Topology):
         owned = (half for half, tree in zip(self.halves(numel), self.trees, strict=True) if tree.root == rank)
         return next(owned, slice(numel, numel))
 
-    def encoded_slice(self, numel: int, rank: int) -> slice:
-        return slice(0, 0)
-
     def sent_to_reduce(self, numel: int, rank: int, wires: bool = False) -> list[Sent]:
         return [(size, False) for size, tree in self._sizes(numel) if rank != tree.root]
 
@@ -128,29 +125,48 @@ class TreeExchange(GlooExchange):
     ) -> Callable[[], Tensor]:
         values = flat.to(accumulation_dtype(flat.dtype))
         halves = [values[half] for half in self._topology.halves(flat.numel())]
-        exchange = _Halves(
-            [
-                _Reduce(self._messages.tagged(tag + index), tree, half, self._pool)
-                for index, (half, tree) in enumerate(zip(halves, self._topology.trees, strict=True))
-            ]
-        )
+        exchange = self._both(tag, halves, self._reduce)
 
         def reduce() -> Tensor:
             exchange.finish()
             own, total = (self._slices(each)[self._rank] for each in (flat, values))
-            if mean:
-                total.div_(self._world_size)  # only the quotient is rounded to the dtype of ``flat``
-            return own if values is flat else own.copy_(total)
+            return self._set(own, own if values is flat else total, mean)
 
         return reduce
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> _Halves:
-        return _Halves(
-            [
-                _Broadcast(self._messages.tagged(tag + index), tree, slices[tree.root])
-                for index, tree in enumerate(self._topology.trees)
-            ]
-        )
+    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Exchange:
+        return self._both(tag, [slices[tree.root] for tree in self._topology.trees], self._broadcast)
+
+    def _both(self, tag: int, halves: Sequence[Tensor], half_of: Callable[[Messages, Tree, Tensor], Half]) -> Exchange:
+        """Starts both trees' parts of an operation, whose pieces take turns: on all ranks in the same order."""
+        parts = [
+            half_of(self._messages.tagged(tag + index), tree, half)
+            for index, (half, tree) in enumerate(zip(halves, self._topology.trees, strict=True))
+        ]
+        in_turns = list(zip_longest(*(hops for hops, _ in parts), fillvalue=()))
+        hops, window = ([hop for each in turns for hop in chain(*each)] for turns in (in_turns, in_turns[:WINDOW]))
+        complete = dict.fromkeys(range(self._world_size), len(hops))
+        return Exchange(hops, len(window), complete, self._pool, [send for _, sends in parts for send in sends])
+
+    def _reduce(self, messages: Messages, tree: Tree, values: Tensor) -> Half:
+        """Adds the sums of this rank's children to its values of a half, in place, and sends them to its parent."""
+        pieces, children = self._pieces(values), tree.children[self._rank]
+        parent = [tree.parent[self._rank]] if self._rank in tree.parent else []
+        hops = [
+            [Hop(messages, child, piece, True, parent if child == children[-1] else ()) for child in children]
+            for piece in pieces
+        ]
+        return hops, [] if children else [(messages, piece, rank) for piece in pieces for rank in parent]
+
+    def _broadcast(self, messages: Messages, tree: Tree, values: Tensor) -> Half:
+        """Receives a half from this rank's parent, and sends it to its children."""
+        pieces, children = self._pieces(values), tree.children[self._rank]
+        if self._rank == tree.root:
+            return [], [(messages, piece, child) for piece in pieces for child in children]
+        return [[Hop(messages, tree.parent[self._rank], piece, False, children)] for piece in pieces], []
+
+    def _pieces(self, values: Tensor) -> Sequence[Tensor]:
+        return in_pieces(values, piece_bytes(values.nbytes, self._world_size))
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
         return [flat[self._topology.shard_slice(flat.numel(), rank)] for rank in range(self._world_size)]
@@ -158,121 +174,6 @@ class TreeExchange(GlooExchange):
     def _next_tag(self) -> int:
         self._tag = (self._tag + 2) % NUM_TAGS  # each half has its own
         return self._tag
-
-
-class _Reduce:
-    """Adds the sums of this rank's children to its values of a half, in place, and sends them to its parent."""
-
-    def __init__(self, messages: Messages, tree: Tree, values: Tensor, pool: BufferPool) -> None:
-        self._messages, self._pool = messages, pool
-        self._parent, self._pieces = tree.parent.get(messages.rank), in_pieces(values, messages.world_size)
-        self._children = tree.children[messages.rank] if self._pieces else []
-        window = min(WINDOW, len(self._pieces))
-        self._staging = {child: [pool.take(self._pieces[0].nbytes) for _ in range(window)] for child in self._children}
-        self._receiving: dict[int, deque[Pending]] = {child: deque() for child in self._children}
-        self._sending: list[Pending] = []
-        for index in range(window):
-            self._post(index)
-        if not self._children:
-            self._send(self._pieces)
-
-    @property
-    def num_pieces(self) -> int:
-        return len(self._pieces)
-
-    def advance(self, index: int) -> None:
-        """Blocks until a piece is summed, and sends it on."""
-        piece = self._pieces[index]
-        for child in self._children:
-            self._messages.wait_received(self._receiving[child].popleft(), child)
-            piece.add_(self._arrival_of(child, index))
-        self._post(index + WINDOW)
-        if self._children:
-            self._send([piece])
-
-    def finish(self) -> None:
-        if self._parent is not None:
-            for work in self._sending:
-                self._messages.wait_sent(work, self._parent)
-        for buffers in self._staging.values():
-            self._pool.give(buffers)
-
-    def _send(self, pieces: Sequence[Tensor]) -> None:
-        if self._parent is not None:
-            self._sending += [self._messages.start_sending(piece, self._parent) for piece in pieces]
-
-    def _post(self, index: int) -> None:
-        if index < len(self._pieces):
-            for child, receiving in self._receiving.items():
-                receiving.append(self._messages.start_receiving(self._arrival_of(child, index), child))
-
-    def _arrival_of(self, child: int, index: int) -> Tensor:
-        piece, buffers = self._pieces[index], self._staging[child]
-        return buffers[index % len(buffers)][: piece.nbytes].view(piece.dtype)
-
-
-class _Broadcast:
-    """Receives a half from this rank's parent, and sends it to its children."""
-
-    def __init__(self, messages: Messages, tree: Tree, values: Tensor) -> None:
-        self._messages, self._pieces = messages, in_pieces(values, messages.world_size)
-        self._parent, self._children = tree.parent.get(messages.rank), tree.children[messages.rank]
-        self._receiving: deque[Pending] = deque()
-        self._sending: list[tuple[Pending, int]] = []
-        for index in range(min(WINDOW, len(self._pieces))):
-            self._post(index)
-        if self._parent is None:
-            for piece in self._pieces:
-                self._send(piece)
-
-    @property
-    def num_pieces(self) -> int:
-        return len(self._pieces)
-
-    def advance(self, index: int) -> None:
-        """Blocks until a piece has arrived, and sends it on."""
-        if self._parent is not None:
-            self._messages.wait_received(self._receiving.popleft(), self._parent)
-            self._post(index + WINDOW)
-            self._send(self._pieces[index])
-
-    def finish(self) -> None:
-        for work, child in self._sending:
-            self._messages.wait_sent(work, child)
-
-    def _send(self, piece: Tensor) -> None:
-        self._sending += [(self._messages.start_sending(piece, child), child) for child in self._children]
-
-    def _post(self, index: int) -> None:
-        if self._parent is not None and index < len(self._pieces):
-            self._receiving.append(self._messages.start_receiving(self._pieces[index], self._parent))
-
-
-class _Halves:
-    """Both trees' parts of an operation, whose pieces take turns: on all ranks in the same order."""
-
-    def __init__(self, halves: Sequence[_Reduce | _Broadcast]) -> None:
-        self._halves, self._finished = halves, False
-
-    def wait_for(self, owner: int) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        if self._finished:
-            return
-        for index in range(max(half.num_pieces for half in self._halves)):
-            for half in self._halves:
-                if index < half.num_pieces:
-                    half.advance(index)
-        for half in self._halves:
-            half.finish()
-        self._finished = True
-
-
-def in_pieces(values: Tensor, world_size: int) -> list[Tensor]:
-    """Splits the values of a half into pieces, see [Note: pieces]; none if there are none."""
-    size = -(-piece_bytes(values.nbytes, world_size) // values.element_size())
-    return list(values.split(size)) if values.numel() else []
 
 
 def piece_bytes(half_bytes: int, world_size: int) -> int:

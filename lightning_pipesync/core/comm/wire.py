@@ -1,40 +1,151 @@
 """The wire format of nested tensors and small values: a header of fixed size, which describes them, and tensors.
 
-[Note: no pickles]
-The description is JSON, see :mod:`lightning_pipesync.core.plain`. Objects of the model's own, which a stage of a
-pipeline sends to the next, may be anything: only a receiver with ``objects`` reads a pickle, which could run code.
+[Note: plain values]
+A pickle could run code of the sender's. Between parameter servers only plain values are written and read: numbers,
+texts, bytes, lists, tuples, sets, dicts, tensors, dtypes, devices, shapes, and members of enumerations and dataclasses
+of this package. NumPy's numbers become Python's. A reader makes nothing else, as with ``weights_only=True``.
+Objects of the model's own, which a stage of a pipeline sends to the next, may be anything: only a receiver with
+``objects`` reads them.
+
+[Note: who waits]
+A copy of a device's tensor starts after what the caller has enqueued, and delays neither the caller nor its stream: the
+thread that sends the copies waits for them, once for all tensors of a message. The memory is pinned; a copy to other
+memory would block. From pinned memory a copy to the device needs no wait at all: the allocator keeps it until the copy
+is complete.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import io
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.core.comm.host_copies import HostCopies
 from lightning_pipesync.core.comm.messages import Messages
-from lightning_pipesync.core.plain import decode, dtype_of, encode
-from lightning_pipesync.core.torch_private import map_tensors, tree_flatten, tree_unflatten
 
 #: Bytes of a header. The first eight are the size of the description; a longer description follows as a message.
 HEADER_BYTES = 1024
 
-#: The first byte of a description, see [Note: no pickles]. A line in JSON follows: the shape and dtype of each tensor,
-#: and, unless they are the same and False, the dtype on the wire, and whether it requires a gradient. Then the
-#: containers, in which the tensors are numbers.
-_JSON, _PICKLE = b"J", b"P"
+#: What the modules begin with whose enumerations and dataclasses are plain.
+PACKAGE = f"{__name__.partition('.')[0]}."
 
 
-@dataclass(frozen=True)
-class _Number:
-    """Stands for a tensor in a pickle."""
+def _tensor(index: int) -> Tensor:
+    """Stands for a tensor in a pickle: a reader returns that of this index."""
+    raise NotImplementedError
 
-    index: int
+
+def _number(value: complex) -> complex:
+    return value
+
+
+#: What else is plain, or makes what is plain.
+_PLAIN = {_tensor, _number, complex, torch.dtype, torch.device, torch.Size}
+
+
+class _Pickler(pickle.Pickler):
+    """Writes containers; ``tensors`` are those in them, in order."""
+
+    def __init__(self, file: io.BytesIO, objects: bool) -> None:
+        super().__init__(file, protocol=5)
+        self._objects = objects
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return _tensor, (len(self.tensors) - 1,)
+        if isinstance(value, np.generic) and type(value.item()) in (int, float, bool, complex):
+            return _number, (value.item(),)
+        if not (self._objects or _is_plain(value if isinstance(value, type | FunctionType) else type(value))):
+            raise TypeError(f"A value of type {type(value).__module__}.{type(value).__qualname__} is not plain.")
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a :class:`_Pickler` has written, with ``tensors`` in their places."""
+
+    def __init__(self, file: io.BytesIO, objects: bool, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__(file)
+        self._objects, self._tensors = objects, tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _tensor.__name__):
+            return self._tensors.__getitem__
+        if self._objects or module in sys.modules:  # it imports others
+            found = super().find_class(module, name)
+            if self._objects or isinstance(found, torch.dtype) or _is_plain(found):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} makes no plain value")
+
+
+def _is_plain(kind: Any) -> bool:
+    """Returns whether a class is one of plain values, or a function makes some."""
+    is_of_package = isinstance(kind, type) and kind.__module__.startswith(PACKAGE)
+    return kind in _PLAIN or (is_of_package and (dataclasses.is_dataclass(kind) or issubclass(kind, Enum)))
+
+
+def pickled(tree: Any, *, objects: bool = False) -> tuple[bytes, list[Tensor]]:
+    """Returns nested containers as a pickle, and the tensors among them, in whose places it has numbers.
+
+    Raises:
+        TypeError: a value is not plain, and there must be no other ``objects``; the message names its type.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, objects)
+    pickler.dump(tree)
+    return file.getvalue(), pickler.tensors
+
+
+def unpickled(file: io.BytesIO, tensors: Sequence[Tensor] = (), *, objects: bool = False) -> Any:
+    """Returns what :func:`pickled` has got, from the position of a file on, with these tensors in their places.
+
+    Raises:
+        ValueError: it is not such a pickle, or has other ``objects``.
+    """
+    try:
+        return _Unpickler(file, objects, tensors).load()
+    except Exception as error:  # of any type, since a pickle is a program
+        raise ValueError(f"These are no plain values: {type(error).__name__}: {error}") from error
+
+
+class HostCopies:
+    """Copies tensors of ``device`` to the host, on a stream of their own, see [Note: who waits]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Returns the tensors on the host, and the event after which they are there; None: they are.
+
+        Args:
+            tensors: contiguous, and not to be changed before that event.
+        """
+        on_device = [tensor for tensor in tensors if tensor.is_cuda]
+        if not on_device or self._stream is None:
+            return list(tensors), None
+        copied = torch.cuda.Event(blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copies = [_copied(tensor) if tensor.is_cuda else tensor for tensor in tensors]
+            copied.record(self._stream)
+        for tensor in on_device:  # the caller may free it
+            tensor.record_stream(self._stream)
+        return copies, copied
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -67,30 +178,15 @@ def packed(tree: Any, copies: HostCopies, wire_dtype: torch.dtype | None = None,
     Raises:
         TypeError: a value is not plain.
     """
-    tensors: list[Tensor] = []
-
-    def numbered(tensor: Tensor) -> int:
-        tensors.append(tensor)
-        return len(tensors) - 1
-
-    try:
-        kind, containers = _JSON, encode(tree, numbered).encode()
-    except TypeError:
-        if not objects:
-            raise
-        tensors.clear()
-        kind, containers = _PICKLE, pickle.dumps(map_tensors(lambda tensor: _Number(numbered(tensor)), tree))
+    containers, tensors = pickled(tree, objects=objects)
     described, wires = [], []
     for tensor in tensors:
         wire = narrow(tensor.detach(), wire_dtype).contiguous()
         # The tensor may be a parameter, which may be updated before it is delivered.
         wires.append(wire.clone() if isinstance(tensor, nn.Parameter) else wire)
-        dtype, sent_as = (str(one.dtype).removeprefix("torch.") for one in (tensor, wire))
-        differs = dtype != sent_as or tensor.requires_grad
-        described.append([list(tensor.shape), dtype, *([sent_as, tensor.requires_grad] if differs else [])])
-    line = json.dumps(described, separators=(",", ":")).encode()
+        described.append((tuple(tensor.shape), tensor.dtype, wire.dtype, tensor.requires_grad))
     on_host, copied = copies.start([wire for wire in wires if wire.numel()])
-    return Parcel([*_framed(kind + line + b"\n" + containers), *on_host], copied)
+    return Parcel([*_framed(pickled(described)[0] + containers), *on_host], copied)
 
 
 def start_unpacking(
@@ -118,26 +214,19 @@ def start_unpacking(
     frame = read(torch.empty(HEADER_BYTES, dtype=torch.uint8))
     size = int(frame[:8].view(torch.int64))
     body = frame[8 : 8 + size] if size <= HEADER_BYTES - 8 else read(torch.empty(size, dtype=torch.uint8))
-    line, _, containers = body.numpy().tobytes().partition(b"\n")
-    kind, described = line[:1], [(*one, one[1], False)[:4] for one in json.loads(line[1:])]
-    if kind != _JSON and not (objects and kind == _PICKLE):
-        raise ValueError(f"Rank {peer} has sent a message of kind {kind!r}, which is not expected.")
-    wires = [
-        torch.empty(shape, dtype=dtype_of(wire_dtype), pin_memory=pin_memory) for shape, _, wire_dtype, _ in described
-    ]
+    file = io.BytesIO(body.numpy().tobytes())
+    described = unpickled(file)
+    wires = [torch.empty(shape, dtype=dtype, pin_memory=pin_memory) for shape, _, dtype, _ in described]
     works = [messages.start_receiving(wire, peer) for wire in wires if wire.numel()]
 
     def finish() -> Any:
         for work in works:
             messages.wait_received(work, peer)
         tensors = [
-            wire.to(device, non_blocking=pin_memory).to(dtype_of(dtype)).requires_grad_(requires_grad)
+            wire.to(device, non_blocking=pin_memory).to(dtype).requires_grad_(requires_grad)
             for wire, (_, dtype, _, requires_grad) in zip(wires, described, strict=True)
         ]
-        if kind == _JSON:
-            return decode(containers.decode(), tensors.__getitem__)
-        leaves, spec = tree_flatten(pickle.loads(containers))
-        return tree_unflatten([tensors[leaf.index] if isinstance(leaf, _Number) else leaf for leaf in leaves], spec)
+        return unpickled(file, tensors, objects=objects)
 
     return finish
 

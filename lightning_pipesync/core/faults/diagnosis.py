@@ -26,51 +26,52 @@ SENTENCES = {
 }
 
 
-def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interval: float) -> Fault | None:
-    """Returns the rank at fault, see [Note: the first fault]; None if the beats do not tell.
+def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interval: float) -> Fault | str:
+    """Returns the rank at fault, see [Note: the first fault]; if the beats do not tell, in words who may be.
 
     Args:
         beats: the last beat of each rank, ``interval`` seconds apart.
         silent: the ranks whose beats have stopped.
         rank: whose wait has timed out.
     """
-    missing = [peer for peer in silent if not beats[peer].number]
     gone = [peer for peer in silent if beats[peer].number and beats[peer].blames is None]
     suspects = [(beats[peer].at + interval, "silent", peer) for peer in gone]
     suspects += [(beat.at, "raised", peer) for peer, beat in enumerate(beats) if has_raised(beat) and peer != rank]
     if suspects:
         _, kind, peer = min(suspects)
-        return _fault(kind, peer, beats[peer], beats[peer].at)
-    if missing:
-        return _fault("missing", missing[0], beats[missing[0]], 0.0) if len(missing) == 1 else None
+        return fault_of(kind, peer, beats[peer])
+    if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
+        if len(missing) == 1:
+            return fault_of("missing", missing[0], beats[missing[0]])
+        return f" (not heard from yet: ranks {', '.join(map(str, missing))})"
     # One that is ahead may have given up first: it has waited for longer.
     blameless = [
         peer for peer, beat in enumerate(beats) if peer not in silent and (beat.left is None or beat.lost_peer)
     ]
     ahead = [peer for peer in blameless if beats[peer].ahead is not None]
     if len(ahead) == 1 < len(blameless):
-        return _fault("ahead", ahead[0], beats[ahead[0]], beats[ahead[0]].at)
-    waits_here = beats[rank].waits
-    if not waits_here:
-        return None
-    since = min(wait.since for wait in waits_here)
-    reached = [peer for peer in _reached(beats, rank) if peer != rank]
-    if absent := absent_ranks(beats, rank):
-        peer = min(absent, key=lambda peer: beats[peer].exchanges)
-        behind = [other for other in absent if beats[other].exchanges == beats[peer].exchanges]
+        return fault_of("ahead", ahead[0], beats[ahead[0]])
+    reached = _reached(beats, rank)
+    absent = [peer for peer in sorted(reached) if beats[peer].left is None and not list(_awaited(beats, peer))]
+    if absent:
+        fewest = min(beats[peer].exchanges for peer in absent)
+        behind = [peer for peer in absent if beats[peer].exchanges == fewest]
+        if len(behind) == 1:
+            return fault_of("absent", behind[0], beats[behind[0]])
         # A rank in an operation of another library publishes no wait.
-        return _fault("absent", peer, beats[peer], since) if len(behind) == 1 else None
+        return f" (alive, and waiting for nobody: ranks {', '.join(map(str, absent))})"
     ended = [(beats[peer].at, peer) for peer in reached if beats[peer].left == "" and beats[peer].blames is None]
     if ended:
-        peer = min(ended)[1]
-        return _fault("ended", peer, beats[peer], beats[peer].at)
-    peers = [wait.peer for wait in waits_here if wait.peer is not None and beats[wait.peer].left is None]
-    return _fault("unconnected", peers[0], beats[peers[0]], since) if peers else None
+        return fault_of("ended", min(ended)[1], beats[min(ended)[1]])
+    peers = [peer for peer in beats[rank].awaits if peer is not None and beats[peer].left is None]
+    return fault_of("unconnected", peers[0], beats[peers[0]]) if peers else ""
 
 
-def fault_of_silent(rank: int, beat: Beat) -> Fault:
-    """Returns the fault of a rank that was silent since its last beat."""
-    return _fault("silent" if beat.number else "missing", rank, beat, beat.at)
+def fault_of(kind: str, rank: int, beat: Beat) -> Fault:
+    """Returns the fault of a rank with this last beat."""
+    details = {"raised": beat.left, "ahead": beat.ahead}
+    detail = details.get(kind) or f"{beat.exchanges} exchanges"
+    return Fault(kind, rank, beat.host, beat.pid, detail, beat.at)
 
 
 def has_raised(beat: Beat) -> bool:
@@ -78,52 +79,19 @@ def has_raised(beat: Beat) -> bool:
     return bool(beat.left) and not beat.lost_peer and beat.blames is None
 
 
-def describe_suspects(beats: Sequence[Beat], silent: Collection[int], rank: int) -> str:
-    """Returns in words which ranks may be at fault, if none is known to be."""
-    if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
-        return f" (not heard from yet: ranks {', '.join(map(str, missing))})"
-    absent = ", ".join(map(str, absent_ranks(beats, rank)))
-    return f" (alive, and waiting for nobody: ranks {absent})" if absent else ""
-
-
-def absent_ranks(beats: Sequence[Beat], rank: int) -> list[int]:
-    """Returns the live ranks for which ``rank`` waits, directly or through others, and which wait for no rank."""
-    reached = sorted(peer for peer in _reached(beats, rank) if peer != rank)
-    return [peer for peer in reached if beats[peer].left is None and next(_awaited(beats, peer), None) is None]
-
-
-def chain(beats: Sequence[Beat], rank: int, end: int) -> list[int]:
-    """Returns the ranks from ``rank`` to ``end``, each of which waits for the next; none if the beats do not tell."""
-    before = _reached(beats, rank)
-    if end not in before:
-        return []
-    ranks = [end]
-    while ranks[-1] != rank:
-        ranks.append(before[ranks[-1]])
-    return ranks[::-1]
-
-
-def _reached(beats: Sequence[Beat], rank: int) -> dict[int, int]:
-    """Returns, for each rank for which ``rank`` waits directly or through others, the rank that waits for it."""
-    before, to_follow = {rank: rank}, [rank]
+def _reached(beats: Sequence[Beat], rank: int) -> set[int]:
+    """Returns the ranks for which ``rank`` waits, directly or through others."""
+    reached, to_follow = {rank}, [rank]
     for waiting in to_follow:
-        for peer in _awaited(beats, waiting):
-            if peer not in before:
-                before[peer] = waiting
-                to_follow.append(peer)
-    return before
+        to_follow += [peer for peer in dict.fromkeys(_awaited(beats, waiting)) if peer not in reached]
+        reached.update(to_follow)
+    return reached - {rank}
 
 
 def _awaited(beats: Sequence[Beat], rank: int) -> Iterator[int]:
     """Yields the ranks for which ``rank`` waits, or the one that it has found at fault."""
     beat = beats[rank]
-    for wait in beat.waits:
-        yield from [wait.peer] if wait.peer is not None else (peer for peer in range(len(beats)) if peer != rank)
-    if not beat.waits and beat.blames is not None:
+    for awaited in beat.awaits:
+        yield from (peer for peer in range(len(beats)) if peer != rank and awaited in (None, peer))
+    if not beat.awaits and beat.blames is not None:
         yield beat.blames
-
-
-def _fault(kind: str, rank: int, beat: Beat, at: float) -> Fault:
-    details = {"raised": beat.left, "ahead": beat.ahead}
-    detail = details.get(kind) or f"{beat.exchanges} exchanges"
-    return Fault(kind, rank, beat.host, beat.pid, detail, at)

@@ -14,19 +14,15 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from os import getpid
+from socket import gethostname
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_pipesync.core.faults.diagnosis import (
-    SENTENCES,
-    chain,
-    describe_suspects,
-    fault_of_silent,
-    find_fault,
-    has_raised,
-)
+from lightning_pipesync.core.faults import heartbeat
+from lightning_pipesync.core.faults.diagnosis import SENTENCES, fault_of, find_fault, has_raised
 from lightning_pipesync.core.faults.errors import (
     add_last_line,
     cause_of,
@@ -38,20 +34,17 @@ from lightning_pipesync.core.faults.errors import (
     mark_as_naming,
     names_rank,
 )
-from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat, Wait, call_in_time, interval_of
-from lightning_pipesync.core.faults.neighbor import Neighbor
-from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown
-from lightning_pipesync.core.faults.torchrun import is_agents, report_error_at_shutdown
-from lightning_pipesync.core.faults.uncaught import call_if_uncaught
+from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat
+from lightning_pipesync.core.faults.shutdown import (
+    at_shutdown,
+    call_if_uncaught,
+    error_at_shutdown,
+    is_store_of_agent,
+    report_error_at_shutdown,
+)
 from lightning_pipesync.core.torch_private import address_of, store_of
 
-#: The number of beats that a rank may miss before it counts as silent.
-PATIENCE = 3
-
 T = TypeVar("T")
-
-#: The fields of a :class:`Wait`, which is made for each message, and seldom published.
-Waited: TypeAlias = "tuple[str, int | None, float]"
 
 UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
 
@@ -69,7 +62,6 @@ class PeerWatch:
         ahead: what this rank has done that others may not have, in words, such as that it has ended its epoch.
         announces: whether a fault is printed, since this rank may be in a wait that only its end ends: NCCL's watchdog
             aborts the process, without an exception.
-        first_process: the host and the process id of rank 0, which may run the store; None: as in its beats.
         survives_loss: whether the others go on without a silent rank, so that it is not published as the fault.
 
     Args:
@@ -84,14 +76,13 @@ class PeerWatch:
         self._end_waits, self._has_ended_waits = end_waits, False
         self.ahead: str | None = None
         self.announces = self.survives_loss = False
-        self.first_process: tuple[str, int] | None = None
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
-        self.waits: dict[int, Waited] = {}  # by thread
+        self.waits: dict[int, Waiting] = {}  # by thread
         self._error: BaseException | None = None
         self._left = False
         self._diagnosing = threading.Lock()
-        self._diagnosis: tuple[str, str] | None = None
+        self._diagnosis: str | None = None
         self._heartbeat: Heartbeat | None = None
 
     def start(self, group: dist.ProcessGroup) -> None:
@@ -102,25 +93,14 @@ class PeerWatch:
         """
         self._begin = time.monotonic()
         if dist.get_world_size() > 1:
-            store = store_of(group)
+            store, size = store_of(group), dist.get_world_size()
             self._address = address_of(store)
-            # A later watch of the same process, also in a later group if an agent keeps the store, has other keys. The
-            # store is slow when many ranks ask at the same time.
             try:
-                number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._timeout_s)
+                self._heartbeat = Heartbeat(
+                    store, self._rank, size, self._timeout_s, self._describe, self._act_on_fault, self._find_silent
+                )
             except RuntimeError as error:
                 raise RuntimeError(f"{self._describe_store()}; rank {self._rank} has not joined it yet.") from error
-            interval = interval_of(self._timeout_s)
-            self._heartbeat = Heartbeat(
-                dist.PrefixStore(f"pipesync/{number}", store),
-                self._rank,
-                dist.get_world_size(),
-                interval,
-                self._describe,
-                self._act_on_fault,
-                Neighbor(self._rank, dist.get_world_size(), self._timeout_s + PATIENCE * interval),
-                self._find_silent,
-            )
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
             self._ignore_uncaught = call_if_uncaught(self.close)
             report_error_at_shutdown()
@@ -133,7 +113,7 @@ class PeerWatch:
         """Returns the error that names the rank at fault for the failed wait of the calling thread."""
         thread = threading.get_ident()
         is_published = thread in self.waits
-        self.waits.setdefault(thread, (what, peer, self.now()))
+        self.waits.setdefault(thread, Waiting(self, what, peer))
         try:
             return mark_as_naming(RuntimeError(self._explain(what, error)))
         finally:
@@ -207,7 +187,7 @@ class PeerWatch:
         self._left, self._error = True, None if is_normal_end(error) else error
         last = self._describe(0)
         if has_raised(last) and self.fault is None:
-            self._heartbeat.tell(Fault("raised", self._rank, last.host, last.pid, last.left or "", last.at))
+            self._heartbeat.tell(fault_of("raised", self._rank, last))
             if self._rank == 0:
                 self._wait_until_known({0})
         self._heartbeat.close()
@@ -223,41 +203,38 @@ class PeerWatch:
 
     def _find_silent(self, rank: int, beat: Beat) -> None:
         if self._heartbeat is not None and not self.survives_loss:
-            self._heartbeat.tell(fault_of_silent(rank, beat))
+            self._heartbeat.tell(fault_of("silent" if beat.number else "missing", rank, beat))
 
     def _explain(self, what: str, error: BaseException) -> str:
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
             if self._diagnosis is None:
                 self._diagnosis = self._diagnose()
-            fault, through = self._diagnosis
+            fault = self._diagnosis
         why = f"timeout_s={self._timeout_s:g}; {KNOWN if self._has_ended_waits else cause_of(error)}"
-        return f"{fault}; rank {self._rank} timed out waiting for {what}{through} ({why})."
+        return f"{fault}; rank {self._rank} timed out waiting for {what} ({why})."
 
-    def _diagnose(self) -> tuple[str, str]:
-        """Returns which rank is at fault, and through which ranks this one has waited for it; publishes the fault."""
+    def _diagnose(self) -> str:
+        """Returns in words which rank is at fault; publishes it."""
         if self._heartbeat is None:
-            return UNKNOWN, ""
-        heartbeat = self._heartbeat
+            return UNKNOWN
         silent: set[int] = set()
         try:
-            beats = heartbeat.read()
-            if heartbeat.fault is None:
+            beats = self._heartbeat.read()
+            if self.fault is None:
                 beats, silent = self._listen(beats)
         except RuntimeError:
-            if heartbeat.fault is not None:
-                return self._describe_fault(heartbeat.fault), ""
-            return (UNKNOWN if self._left else self._describe_store()), ""
-        told = heartbeat.fault
-        fault = told or find_fault(beats, silent, self._rank, heartbeat.interval)
-        if fault is None:
-            return UNKNOWN + describe_suspects(beats, silent, self._rank), ""
+            if self.fault is not None:
+                return self._describe_fault(self.fault)
+            return UNKNOWN if self._left else self._describe_store()
+        told = self.fault
+        fault = told or find_fault(beats, silent, self._rank, self._heartbeat.interval)
+        if isinstance(fault, str):
+            return UNKNOWN + fault
         if told is None:
-            heartbeat.tell(fault)
+            self._heartbeat.tell(fault)
         if self._rank == 0:
             self._wait_until_known(silent | {fault.rank})
-        waiting = chain(beats, self._rank, fault.rank)
-        through = "".join(_because(beats[rank]) for rank in waiting[1:-1])
-        return self._describe_fault(fault), through
+        return self._describe_fault(fault)
 
     def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
         """Waits for a beat of each rank after ``first``; returns the last beats and the silent ranks."""
@@ -279,7 +256,7 @@ class PeerWatch:
     def _later_beats(self) -> Iterator[list[Beat]]:
         """Yields the last beats repeatedly, until each live rank has had the time to publish one."""
         assert self._heartbeat is not None
-        deadline = time.monotonic() + PATIENCE * self._heartbeat.interval
+        deadline = time.monotonic() + heartbeat.PATIENCE * self._heartbeat.interval
         while True:
             time.sleep(self._heartbeat.interval / 10)
             yield self._heartbeat.read()
@@ -293,30 +270,27 @@ class PeerWatch:
 
     def _describe_store(self) -> str:
         where = "" if self._address is None else f" at {self._address}"
-        first = self.first_process
-        if first is None and self._heartbeat is not None and (beat := self._heartbeat.first) is not None:
-            first = beat.host, beat.pid
-        if self._rank == 0 or is_agents():
+        if self._rank == 0 or is_store_of_agent():
             return (
                 f"The store of the job{where} does not answer: look first at that machine, where rank 0 runs; its "
                 "process has ended, has died or is frozen, or the network is down"
             )
-        of_process = "" if first is None else f" (host {first[0]}, pid {first[1]})"
         return (
-            f"Rank 0{of_process} is at fault: the store of the job{where}, which it runs, does not answer; it has "
-            "ended, has died or is frozen, or the network is down"
+            f"Rank 0 is at fault: the store of the job{where}, which it runs, does not answer; it has ended, has died "
+            "or is frozen, or the network is down"
         )
 
     def _describe(self, number: int) -> Beat:
         error = self._error
-        left = None if not self._left else "" if error is None else in_short(error)
-        return Beat.of_this_process(
+        return Beat(
             number,
             self.now(),
+            gethostname(),
+            getpid(),
             exchanges=self._exchanges(),
-            waits=[Wait(*waited) for waited in list(self.waits.values())],
+            awaits=[waiting.peer for waiting in list(self.waits.values())],
             blames=None if self.fault is None else self.fault.rank,
-            left=left,
+            left=None if not self._left else "" if error is None else in_short(error),
             ahead=self.ahead,
             lost_peer=error is not None and is_lost_peer(error),
         )
@@ -347,21 +321,20 @@ def waits_for_all(watch: str, *names: str) -> Callable[[type[T]], type[T]]:
         names: of methods of a library's class.
     """
 
+    def wrapped(cls: type[Any], name: str) -> Callable[..., Any]:
+        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with waiting_for_all(getattr(self, watch)):
+                return getattr(super(cls, self), name)(*args, **kwargs)
+
+        wait.__name__, wait.__qualname__ = name, f"{cls.__qualname__}.{name}"
+        return override(wait)
+
     def decorate(cls: type[T]) -> type[T]:
         for name in names:
-            setattr(cls, name, override(_waiting_for_all(cls, watch, name)))
+            setattr(cls, name, wrapped(cls, name))
         return cls
 
     return decorate
-
-
-def _waiting_for_all(cls: type[Any], watch: str, name: str) -> Callable[..., Any]:
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with waiting_for_all(getattr(self, watch)):
-            return getattr(super(cls, self), name)(*args, **kwargs)
-
-    wait.__name__, wait.__qualname__ = name, f"{cls.__qualname__}.{name}"
-    return wait
 
 
 class Waiting:
@@ -370,30 +343,24 @@ class Waiting:
     A class, for speed: each message makes some. Not published if ``ahead``: a thread waits before the rank needs it.
     """
 
-    __slots__ = ("_ahead", "_outer", "_peer", "_watch", "_what")
+    __slots__ = ("_ahead", "_outer", "_watch", "_what", "peer")
 
     def __init__(self, watch: PeerWatch, what: str, peer: int | None, ahead: bool = False) -> None:
-        self._watch, self._what, self._peer, self._ahead = watch, what, peer, ahead
-        self._outer: Waited | None = None
+        self._watch, self._what, self.peer, self._ahead = watch, what, peer, ahead
+        self._outer: Waiting | None = None
 
     def __enter__(self) -> None:
         waits, thread = self._watch.waits, threading.get_ident()
         self._outer = waits.get(thread)
         if not self._ahead:
-            waits[thread] = (self._what, self._peer, self._watch.now())
+            waits[thread] = self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if isinstance(error, RuntimeError) and is_connection_error(error):
-                raise self._watch.failed_wait(self._what, self._peer, error) from error
+                raise self._watch.failed_wait(self._what, self.peer, error) from error
         finally:
             waits, thread = self._watch.waits, threading.get_ident()
             waits.pop(thread, None)
             if self._outer is not None:
                 waits[thread] = self._outer
-
-
-def _because(beat: Beat) -> str:
-    if beat.waits:
-        return f", which waited for {beat.waits[0].what}"
-    return f", which has given up because of rank {beat.blames}"

@@ -3,35 +3,43 @@
 [Note: only the heartbeat's thread calls the store]
 A call to a store whose server is frozen may never return, whatever its timeout. So the heartbeat's thread makes all
 calls, and other threads wait for it with a timeout.
+
+[Note: each listens to the next]
+A frozen process breaks no connection, and ranks that wait for it in another library's collective would wait for as long
+as that group allows. So each rank listens for the beats of the next one, or of the one after that if it has ended: one
+query at a time, whatever the number of ranks. Of several silent ranks, one comes after a rank that is not, and the
+fault of one ends the waits of all.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import queue
-import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from threading import Thread
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from lightning_pipesync.core.faults.shutdown import join_thread
-
-if TYPE_CHECKING:
-    from lightning_pipesync.core.faults.neighbor import Neighbor
 
 #: The key of the first fault that a rank has found.
 _FAULT_KEY = "pipesync/fault"
 
 #: Maximum seconds between two beats, and their maximum as a fraction of the timeout.
 INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
+
+#: The number of beats that a rank may miss before it counts as silent.
+PATIENCE = 3
+
+#: How often a rank listens to the next one, as a fraction of the timeout, and the maximum in seconds.
+LISTEN_FRACTION, LISTEN_S = 1 / 8, 10.0
 
 #: The timeout of the store, in seconds.
 STORE_S = 5.0
@@ -40,17 +48,6 @@ STORE_S = 5.0
 GOODBYE_S = 1.0
 
 T = TypeVar("T")
-
-
-def interval_of(timeout_s: float) -> float:
-    return min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
-
-
-@dataclass(frozen=True)
-class Wait:
-    what: str  # in words
-    peer: int | None  # None: any other
-    since: float  # by the job's clock
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,11 @@ class Beat:
     host: str = "unknown"
     pid: int = 0
     exchanges: int = 0  # the number of operations that it has started
-    waits: list[Wait] = field(default_factory=list)  # what it waits for now
+    awaits: list[int | None] = field(default_factory=list)  # the ranks that it waits for now; None: all others
     blames: int | None = None  # the rank that it has found at fault
     left: str | None = None  # None while it takes part; then the exception that it ended with, empty if there was none
     ahead: str | None = None  # what it has done that others may not have, in words
     lost_peer: bool = False  # whether another rank has caused that exception
-
-    @classmethod
-    def of_this_process(cls, number: int, at: float | None = None, **state: Any) -> Beat:
-        """Returns a beat with the host and the id of this process, at this moment if ``at`` is None."""
-        return cls(number, time.monotonic() if at is None else at, socket.gethostname(), os.getpid(), **state)
 
 
 @dataclass(frozen=True)
@@ -86,20 +78,59 @@ class Fault:
     at: float  # when it happened, in seconds since the start of the job's clock
 
 
+class Neighbor:
+    """The next rank, in a ring, that has not ended, see [Note: each listens to the next].
+
+    Args:
+        rank: this rank.
+        timeout_s: seconds of silence after which a rank counts as lost.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+        self._every_s = min(LISTEN_S, timeout_s * LISTEN_FRACTION)
+        self._last_heard = -math.inf  # by the clock of the caller
+        self._number, self._silent_s = -1, 0.0
+        self.rank = rank
+        self._pass_on()
+
+    def is_due(self, now: float) -> bool:
+        """Returns whether :meth:`hear` is to be called, at ``now`` seconds; never, if all others have ended."""
+        return self.rank != self._rank and now >= self._last_heard + self._every_s
+
+    def hear(self, beat: Beat, now: float) -> bool:
+        """Takes the last beat of :attr:`rank`; returns whether it has been silent for the timeout.
+
+        Of the time since the last call, as much counts as is usual: this process may have been frozen itself.
+        """
+        elapsed, self._last_heard = min(now - self._last_heard, 2 * self._every_s), now
+        if beat.left is not None:
+            self._pass_on()
+            return False
+        self._silent_s = self._silent_s + elapsed if beat.number == self._number else 0.0
+        self._number = beat.number
+        return self._silent_s >= self._timeout_s
+
+    def _pass_on(self) -> None:
+        self.rank = (self.rank + 1) % self._world_size
+        self._number, self._silent_s = -1, 0.0
+
+
 class Heartbeat:
     """Publishes this rank's state every ``interval`` seconds, and learns of a fault that another rank has found.
 
-    A beat is one write to the store and one query; the other ranks' beats are read on request only.
+    A beat is one write to the store and one query; the other ranks' beats are read on request only, except for the
+    next rank's.
 
     Args:
         store: nothing else uses its keys.
+        timeout_s: seconds of silence after which a rank counts as lost.
         describe: returns this rank's beat, given its number.
         on_fault: called once a fault has been known for the time of a beat.
-        neighbor: the rank that this one listens to; None: nobody.
-        on_silence: called with the rank, and its last beat, when ``neighbor`` has fallen silent.
+        on_silence: called with the rank, and its last beat, when the next rank has fallen silent.
 
-    Attributes:
-        first: the first beat of rank 0 that was read; None before.
+    Raises:
+        RuntimeError: the store does not answer within ``timeout_s`` seconds.
     """
 
     def __init__(
@@ -107,33 +138,29 @@ class Heartbeat:
         store: dist.Store,
         rank: int,
         world_size: int,
-        interval: float,
+        timeout_s: float,
         describe: Callable[[int], Beat],
-        on_fault: Callable[[], object] = lambda: None,
-        neighbor: Neighbor | None = None,
-        on_silence: Callable[[int, Beat], object] = lambda *_: None,
+        on_fault: Callable[[], object],
+        on_silence: Callable[[int, Beat], object],
     ) -> None:
-        self._neighbor, self._on_silence = neighbor, on_silence
-        self.first: Beat | None = None
-        self._store, self._describe, self._on_fault = store, describe, on_fault
-        self._keys = [_key_of(peer) for peer in range(world_size)]
-        self._key = self._keys[rank]
-        self.interval = interval
+        self._store, self._describe, self._on_fault, self._on_silence = store, describe, on_fault, on_silence
+        self.interval = min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
+        self._neighbor = Neighbor(rank, world_size, timeout_s + PATIENCE * self.interval)
+        self._keys = [f"pipesync/beat/{peer}" for peer in range(world_size)]
+        self._rank, self._number = rank, 0
         self._told: Fault | None = None
-        self._known: tuple[Fault, float] | None = None  # the last fault, and when this thread learned of it
-        self._acted_on: Fault | None = None
+        self._known: tuple[Fault | None, float] = None, 0.0  # the last fault, and when this thread learned of it
         self._forgotten: set[int] = set()
-        self._number = 0
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock, self._ended = Lock(), False
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._closing = self._answers = False  # whether the store answers; it may never again once it does not
         self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
         self._thread.start()
-
-    @staticmethod
-    def last_beat(store: dist.Store, rank: int) -> Beat:
-        """Returns the last beat of a rank; calls the store."""
-        key = _key_of(rank)
-        return (_read_as(_beat_from, key, store.get(key)) if store.check([key]) else None) or Beat()
+        try:
+            self.call(self._begin, timeout_s)  # the store is slow when many ranks ask at the same time
+        except RuntimeError:
+            self._closing = True
+            join_thread(self._thread, 0.0)
+            raise
 
     @property
     def fault(self) -> Fault | None:
@@ -156,7 +183,8 @@ class Heartbeat:
 
         def read() -> list[Beat]:
             self._beat()
-            return self._read()
+            self._learn_fault()
+            return self._last_beats(range(len(self._keys)))
 
         return self.call(read)
 
@@ -164,10 +192,23 @@ class Heartbeat:
         """Returns the result of ``function``, which calls the store, see [Note: only the heartbeat's thread ...].
 
         Raises:
-            RuntimeError: the store does not answer within ``timeout_s`` seconds (None: :data:`STORE_S`), or has failed
-                before.
+            RuntimeError: the store does not answer within ``timeout_s`` seconds (None: :data:`STORE_S`), or fails.
         """
-        return _in_time(function, STORE_S if timeout_s is None else timeout_s, self._submit)
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(function())
+            except Exception as error:
+                answer.set_exception(error)
+
+        if not self._thread.is_alive():
+            raise RuntimeError("This rank has ended its heartbeat.")
+        self._jobs.put(call)
+        try:
+            return answer.result(STORE_S if timeout_s is None else timeout_s)
+        except Exception as error:
+            raise RuntimeError("The store does not answer.") from error
 
     def tell(self, fault: Fault) -> None:
         """Publishes the rank at fault, and a beat of this rank; does not wait."""
@@ -178,112 +219,79 @@ class Heartbeat:
                 self._store.set(_FAULT_KEY, json.dumps(asdict(fault)))
                 self._beat()
 
-        with suppress(RuntimeError):
-            self._submit(tell)
+        self._jobs.put(tell)
 
     def close(self) -> None:
         """Publishes a last beat and ends the thread; waits at most :data:`GOODBYE_S` seconds."""
-        self._jobs.put(None)
+
+        def end() -> None:
+            self._closing = True
+
+        self._jobs.put(end)
         join_thread(self._thread, GOODBYE_S)
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            if self._ended:
-                raise RuntimeError("The store does not answer any more.")
-            self._jobs.put(job)
+    def _begin(self) -> None:
+        # A later watch of the same process, also in a later group if an agent keeps the store, has other keys.
+        number = self._store.add(f"pipesync/watches/{self._rank}", 1)
+        self._store, self._answers = dist.PrefixStore(f"pipesync/{number}", self._store), True
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone for good
-            while True:
+        self._jobs.get()()
+        while not self._closing:
+            if self._answers:
+                try:
+                    self._beat()
+                    self._learn_fault()
+                    self._act_on_fault()
+                    self._listen()
+                except RuntimeError:
+                    self._answers = False
+            with suppress(queue.Empty):
+                self._jobs.get(timeout=self.interval)()
+        if self._answers:
+            with suppress(RuntimeError):
                 self._beat()
-                self._learn_fault()
-                self._act_on_fault()
-                self._listen()
-                with suppress(queue.Empty):
-                    if (job := self._jobs.get(timeout=self.interval)) is None:
-                        break
-                    job()
-            self._beat()
-        with self._lock:
-            self._ended = True
-        with suppress(queue.Empty):
-            while True:  # who has queued a call waits for it
-                if (job := self._jobs.get_nowait()) is not None:
-                    job()
 
     def _beat(self) -> None:
         self._number += 1
-        self._store.set(self._key, json.dumps(asdict(self._describe(self._number))))
+        self._store.set(self._keys[self._rank], json.dumps(asdict(self._describe(self._number))))
+
+    def _last_beats(self, ranks: Sequence[int]) -> list[Beat]:
+        beats = zip(ranks, self._read([self._keys[rank] for rank in ranks], Beat), strict=True)
+        return [Beat(left="", blames=rank) if rank in self._forgotten else beat or Beat() for rank, beat in beats]
 
     def _learn_fault(self) -> None:
-        if self.fault is None and self._store.check([_FAULT_KEY]):
-            self._told = _read_as(_fault_from, _FAULT_KEY, self._store.get(_FAULT_KEY))
+        if self.fault is None:
+            self._told = self._read([_FAULT_KEY], Fault)[0] or self._told
 
     def _listen(self) -> None:
-        """Reads the neighbor's beat, now and then, and rank 0's until there is one: it may run the store."""
-        if self.first is None and (beat := self.last_beat(self._store, 0)).number:
-            self.first = beat
-        neighbor, now = self._neighbor, time.monotonic()
-        if neighbor is not None and self.fault is None and neighbor.is_due(now):
-            rank = neighbor.rank
-            beat = Beat(left="") if rank in self._forgotten else self.last_beat(self._store, rank)
-            if neighbor.hear(beat, now):
+        now = time.monotonic()
+        if self.fault is None and self._neighbor.is_due(now):
+            rank = self._neighbor.rank
+            [beat] = self._last_beats([rank])
+            if self._neighbor.hear(beat, now):
                 self._on_silence(rank, beat)
 
     def _act_on_fault(self) -> None:
         fault, now = self.fault, time.monotonic()
-        if fault is None or fault == self._acted_on:
-            return
-        if self._known is None or self._known[0] != fault:
+        if fault != self._known[0]:
             self._known = fault, now
-        elif now - self._known[1] >= self.interval:
-            self._acted_on = fault
+        elif fault is not None and now - self._known[1] >= self.interval:
+            self._known = fault, math.inf  # acts on it once
             self._on_fault()
 
-    def _read(self) -> list[Beat]:
-        self._learn_fault()
-        if self._store.check(self._keys):  # a query of a missing key would block
-            values = zip(self._keys, self._store.multi_get(self._keys), strict=True)
-            beats = [_read_as(_beat_from, key, value) or Beat() for key, value in values]
-        else:
-            beats = [self.last_beat(self._store, peer) for peer in range(len(self._keys))]
-        return [Beat(left="", blames=peer) if peer in self._forgotten else beat for peer, beat in enumerate(beats)]
+    def _read(self, keys: list[str], cls: type[T]) -> list[T | None]:
+        """Returns what ranks have published under keys; None where there is nothing that a rank has written."""
+        # A query of a missing key would block; one of all keys serves many ranks.
+        present = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        texts = dict(zip(present, self._store.multi_get(present), strict=True))
+        return [_parsed(key, texts[key], cls) if key in texts else None for key in keys]
 
 
-def call_in_time(function: Callable[[], T], timeout_s: float) -> T:
-    """Returns the result of ``function``, which calls a store, in a thread of its own: where there is no heartbeat yet.
-
-    Raises:
-        RuntimeError: the store does not answer within ``timeout_s`` seconds, or fails.
-    """
-    return _in_time(function, timeout_s, lambda run: Thread(target=run, name="pipesync-store", daemon=True).start())
-
-
-def _in_time(function: Callable[[], T], timeout_s: float, start: Callable[[Callable[[], None]], object]) -> T:
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(function())
-        except Exception as error:
-            answer.set_exception(error)
-
-    start(run)
+def _parsed(key: str, text: bytes, cls: type[T]) -> T | None:
     try:
-        return answer.result(timeout_s)
-    except Exception as error:
-        raise RuntimeError("The store does not answer.") from error
-
-
-def _key_of(rank: int) -> str:
-    return f"pipesync/beat/{rank}"
-
-
-def _read_as(make: Callable[[dict[str, Any]], T], key: str, text: bytes) -> T | None:
-    """Returns what a rank has published under a key; None, and a warning, if no rank has written that."""
-    try:
-        return make(json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
+        return cls(**json.loads(text))
+    except (ValueError, TypeError) as error:
         warnings.warn(
             f"The job's store has {text[:80]!r} under {key!r}, which no rank of this job writes "
             f"({type(error).__name__}: {error}), and which is ignored. Does another job, or an older version of this "
@@ -291,17 +299,3 @@ def _read_as(make: Callable[[dict[str, Any]], T], key: str, text: bytes) -> T | 
             stacklevel=2,
         )
         return None
-
-
-def _beat_from(values: dict[str, Any]) -> Beat:
-    beat = Beat(**{**values, "waits": [Wait(**wait) for wait in values["waits"]]})
-    if not all(isinstance(value, (int, float)) for value in (beat.number, beat.at, beat.exchanges)):
-        raise TypeError("a number is none")
-    return beat
-
-
-def _fault_from(values: dict[str, Any]) -> Fault:
-    fault = Fault(**values)
-    if not (isinstance(fault.rank, int) and isinstance(fault.kind, str)):
-        raise TypeError("rank is no number, or kind no text")
-    return fault

@@ -120,7 +120,7 @@ class Lighthouse:
         # Numbers sort as such.
         self.id = f"{name.zfill(6) if name.isdigit() else name}/{socket.gethostname()}/{os.getpid()}/{uuid4().hex[:8]}"
         self._described = {"host": socket.gethostname(), "pid": os.getpid(), "stores": stores}
-        self._client: Any = self._until_answered(self._make)
+        self._client: Any = self._connect()
         self._ended = threading.Event()
         self._beaten, self.was_silent = time.monotonic(), False
         self._answers_since = -math.inf  # the lighthouse, without interruption; inf: it does not answer now
@@ -146,7 +146,7 @@ class Lighthouse:
             except TimeoutError:  # the others have not asked yet
                 continue
             except RuntimeError:  # the lighthouse has ended, and may be started anew
-                self._client = self._until_answered(self._make)
+                self._client = self._connect()
                 self._answers_since = time.monotonic()
                 continue
             if answer is None:
@@ -208,14 +208,15 @@ class Lighthouse:
         while time.monotonic() < min(self._answers_since + ALL_BEAT_S, deadline):
             self.go_on()
             if self._answers_since == math.inf:
-                self._until_answered(self._make)
+                self._connect()
             time.sleep(INTERVAL_S / 5)
 
-    def _until_answered(self, function: Any) -> Any:
+    def _connect(self) -> Any:
+        """Returns a client of the lighthouse, as soon as it answers."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                return function()
+                return self._make()
             except RuntimeError as error:
                 if time.monotonic() > deadline:
                     raise RuntimeError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -23,18 +24,8 @@ from lightning_pipesync.core.torch_private import store_of
 #: The time between two questions, as a fraction of the time waited so far, and the least: most waits are short.
 FRACTION_OF_WAIT, SHORTEST_S = 1 / 20, 0.001
 
-#: The watch of an adapter, while it is open.
-_job: PeerWatch | None = None
-
-
-class _JobWatch(PeerWatch):
-    """The watch of an adapter over all ranks, which is forgotten when it is closed."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        global _job
-        super().close(error)
-        if _job is self:
-            _job = None
+#: The watches of adapters, of which one may be open.
+_of_jobs: WeakSet[PeerWatch] = WeakSet()
 
 
 def watch_job(timeout: timedelta) -> PeerWatch:
@@ -43,15 +34,15 @@ def watch_job(timeout: timedelta) -> PeerWatch:
     If a rank is lost, waits in that group end, too. Close the watch when the job ends. ``timeout`` is the time after
     which a rank that does not answer counts as lost.
     """
-    global _job
-    if _job is not None:
-        _job.close()  # of an adapter of this process that is not used any more
+    for former in list(_of_jobs):
+        former.close()  # of an adapter of this process that is not used any more
     group = dist.group.WORLD
     assert group is not None
-    _job = _JobWatch(timeout, end_waits=lambda: end_waits(group))
+    watch = PeerWatch(timeout, end_waits=lambda: end_waits(group))
+    _of_jobs.add(watch)
     with suppress(RuntimeError):  # rank 0 may have ended already, and nobody need wait for it
-        _job.start(group)
-    return _job
+        watch.start(group)
+    return watch
 
 
 def meet(timeout: timedelta) -> None:
@@ -64,8 +55,8 @@ def meet(timeout: timedelta) -> None:
     assert group is not None
     if group.size() == 1:
         return
-    if _job is not None and _job.is_open:
-        _meet(group, timeout, _job)
+    if of_job := [watch for watch in list(_of_jobs) if watch.is_open]:
+        _meet(group, timeout, of_job[0])
         return
     watch = PeerWatch(timeout)
     watch.start(group)

@@ -1,7 +1,8 @@
-"""Cleanup at interpreter shutdown."""
+"""Cleanup at interpreter shutdown, and what is said of the exception that ends the process."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -11,10 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from threading import Thread
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a default group, see below
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_pipesync.core.faults.errors import names_rank
 
 #: Maximum seconds to wait for a thread after an error: the peers that it waits for may be gone.
 AFTER_ERROR_S = 1.0
@@ -24,6 +29,8 @@ LAST_S = 10.0
 
 #: Threads that did not end in time.
 _unfinished: list[Thread] = []
+
+_calls_if_uncaught: list[Callable[[BaseException], object]] = []
 
 
 def at_shutdown(close: Callable[[float], object], *, first: bool = False) -> Finalize:
@@ -71,6 +78,58 @@ def join_thread(thread: Thread, timeout_s: float) -> None:
 def error_at_shutdown() -> BaseException | None:
     """Returns the exception that ends this process; None if it ends without one."""
     return sys.exc_info()[1] or getattr(sys, "last_value", None)
+
+
+def call_if_uncaught(call: Callable[[BaseException], object]) -> Callable[[], None]:
+    """Registers ``call`` for the exception that ends this process; returns what undoes that.
+
+    It is called before Python prints the exception, and before anything is cleaned up: what it appends is the last line
+    of the output. At the prompt of an interpreter, which goes on after an exception, there are no calls.
+    """
+    _install_excepthook()
+    _calls_if_uncaught.append(call)
+    return lambda: _calls_if_uncaught.remove(call) if call in _calls_if_uncaught else None
+
+
+@functools.cache
+def report_error_at_shutdown() -> None:
+    """Writes the exception that ends this process to the error file of torchrun's agent, if there is one.
+
+    The agent prints the error of the process that failed first at the end of its output. ``@record`` on a script's main
+    function writes the file, too; it then stays as it is, unless the error names a lost rank, as it may not have then.
+    See https://docs.pytorch.org/docs/stable/elastic/errors.html.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        at_shutdown(lambda _: _report(os.environ["TORCHELASTIC_ERROR_FILE"]), first=True)
+
+
+def is_store_of_agent() -> bool:
+    """Returns whether torchrun's agent, and not rank 0, runs the job's store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@functools.cache
+def _install_excepthook() -> None:
+    before = sys.excepthook
+
+    def handle(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):
+            for call in _calls_if_uncaught[::-1]:
+                with suppress(Exception):
+                    call(error)
+        before(kind, error, trace)
+
+    sys.excepthook = handle
+
+
+def _report(file: str) -> None:
+    error = error_at_shutdown()
+    if error is None or (os.path.exists(file) and not names_rank(error)):
+        return
+    try:
+        raise error  # the handler writes the traceback of the exception that is being handled
+    except BaseException as raised:
+        get_error_handler().record_exception(raised)
 
 
 def _exit_before_abort() -> None:

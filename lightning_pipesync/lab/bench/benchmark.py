@@ -32,6 +32,7 @@ from lightning_pipesync.lab.bench.preflight import exchange_facts
 from lightning_pipesync.lab.bench.tables import check_folder, environment, show, write_results
 from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.netlab.processes import raising_signals
+from lightning_pipesync.lab.predictions.registry import lab_of, register_lab
 from lightning_pipesync.training.registry import METHODS
 
 #: Called with a description after each part of a benchmark.
@@ -219,7 +220,11 @@ def run_job(
         return run_rank(measure, settings, progress)
     with TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
-        of_user = [one for one in METHODS.values() if one.__module__.partition(".")[0] not in (_PACKAGE, "__main__")]
+        of_user = {
+            method: type(lab_of(name))
+            for name, method in METHODS.items()
+            if method.__module__.partition(".")[0] not in (_PACKAGE, "__main__")
+        }
         measurement = Path(directory) / "measurement"
         measurement.write_bytes(pickle.dumps((measure, settings, of_user)))
         command = [sys.executable, "-m", f"{_PACKAGE}.lab.bench.benchmark", str(measurement), str(result)]
@@ -294,7 +299,9 @@ def run_rank(measure: Measure, settings: Any, progress: Progress) -> dict[str, A
 
 def main(measurement: str, result: str) -> None:
     measure, settings, of_user = pickle.loads(Path(measurement).read_bytes())
-    METHODS.update({method.name: method for method in of_user})
+    for method, entry in of_user.items():
+        METHODS[method.name] = method
+        register_lab(method, entry)
     torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
     measured = run_rank(measure, settings, lambda text: print(PROGRESS + text, flush=True))
     if measured is not None:

@@ -16,13 +16,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.core.cluster import compression_of
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
 from lightning_pipesync.lab.bench.timing import Timed, time_round_robin
-from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry
+from lightning_pipesync.lab.predictions.cluster import compression_of
+from lightning_pipesync.lab.predictions.entry import BenchCandidate
+from lightning_pipesync.lab.predictions.registry import lab_of
 from lightning_pipesync.training.registry import METHODS
 
 #: Makes a candidate for a model; a collective call.
@@ -181,12 +182,6 @@ class PipelineCandidate(Candidate):
             return self.model.loss(module, self.batch)
         finally:
             del module.forward
-
-
-def lab_of(name: str) -> LabEntry:
-    """Returns what the laboratory knows of a registered method."""
-    method = METHODS[name]
-    return method.lab(method)
 
 
 def make_candidate(name: str, declared: BenchCandidate, **arguments: Any) -> MakeCandidate:

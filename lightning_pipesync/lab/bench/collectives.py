@@ -21,6 +21,7 @@ from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import table, table_of
 from lightning_pipesync.lab.bench.timing import median_and_quartiles, time_round_robin
+from lightning_pipesync.lab.predictions.cluster import MeasuredCost
 
 #: Implementation ("ours" or the backend), operation, codec.
 Key = tuple[str, str, str]
@@ -82,7 +83,7 @@ class Collectives(Benchmark):
             timed = time_round_robin(named, self.rounds, before=partial(_clear, flat))
             for (implementation, operation, codec), measured in zip(operations, timed.values(), strict=True):
                 shared = {"implementation": implementation, "operation": operation, "codec": codec, **asdict(measured)}
-                limit = self.predict(LinkCost(0.0, 1 / bandwidth), operation, flat.numel() * 4, world_size)
+                limit = self.predict(MeasuredCost(0.0, 1 / bandwidth), operation, flat.numel() * 4, world_size)
                 rows.append({**shared, "num_bytes": flat.numel() * 4, "limit": limit})
         for one in (transport, *arranged.values()):
             one.close()
@@ -120,13 +121,13 @@ class Collectives(Benchmark):
             **{(implementation, "all_reduce", codec): partial(encoded, codec) for codec in ("none", *self.codecs)},
         }
 
-    def predict(self, link: LinkCost, operation: str, num_bytes: int, world_size: int) -> float:
+    def predict(self, link: MeasuredCost, operation: str, num_bytes: int, world_size: int) -> float:
         """Returns the seconds of an operation by the cost model."""
         return HALVES[operation] / 2 * link.all_reduce(num_bytes, world_size)
 
     def add_predictions(self, rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], world_size: int) -> None:
         """Adds ``predicted`` to each row, see :meth:`measure`."""
-        links = {(fit["implementation"], fit["operation"]): LinkCost(fit["alpha"], fit["beta"]) for fit in fits}
+        links = {(fit["implementation"], fit["operation"]): MeasuredCost(fit["alpha"], fit["beta"]) for fit in fits}
         link = links.get((OURS, "all_reduce"))
         for row in rows:
             row["predicted"] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.cost import LinkCost, StepCost
-from lightning_pipesync.core.layer_limits import LayerLimits
-from lightning_pipesync.core.work import Profile
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.candidates import (
@@ -35,6 +33,8 @@ from lightning_pipesync.lab.bench.models import (
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import table_of
 from lightning_pipesync.lab.bench.timing import median_and_quartiles, profile_step, time_round_robin
+from lightning_pipesync.lab.predictions.limits import StepCost
+from lightning_pipesync.lab.predictions.work import Profile
 
 #: Sizes in MiB of the all-reduces from which alpha and beta are fitted.
 LINK_MB = (0.25, 1.0, 4.0)
@@ -176,7 +176,7 @@ class Step(StepBenchmark):
                     "seconds": timed[name].seconds,
                     "processor_seconds": timed[name].processor_seconds,
                     "limit": getattr(compressed, candidate.limit),
-                    "layer_limit": LayerLimits(compressed, profile.tensors).get(candidate.limit),
+                    "layer_limit": getattr(replace(compressed, tensors=profile.tensors), candidate.limit),
                     "predicted": predicted.get(name),
                     "search": found[name],
                 }

@@ -16,9 +16,9 @@ from torch import nn
 
 from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.dtensors import local_of
-from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import device_of
-from lightning_pipesync.core.work import Profile
+from lightning_pipesync.lab.predictions.limits import LayerTimes
+from lightning_pipesync.lab.predictions.work import Profile
 
 if TYPE_CHECKING:
     from lightning_pipesync.lab.bench.candidates import Trainable

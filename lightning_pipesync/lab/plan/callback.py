@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.timing import StepRecorder
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.report import write_plan
 from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.work import measured_by_methods
+from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.lightning.distribution import Callback
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_pipesync.core.cluster import Algorithm, Cluster
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.netlab.command import LinkOptions
 from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.work import Work
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,6 @@ class Plan(PlanSettings, LinkOptions):
         latency: With --from: of the links of another cluster, from a host to another one, one way, e.g. 40ms; half of a
             ping.
         from_file: plan.json of an earlier plan, instead of measuring. Written as --from, too.
-        ddp_all_reduce: With --from, on another number of hosts than was measured: the algorithm of the all-reduce with
-            which DDP is predicted, ring or tree. With auto the one that its backend would choose: the faster with NCCL,
-            and with Gloo on more hosts than 16, where one would take NCCL.
         output: Folder for plan.json, plan.md and plan.png; outputs/plan if not given, with --from none.
         json: Print plan.json instead of the tables.
     """
@@ -38,7 +35,6 @@ class Plan(PlanSettings, LinkOptions):
     rate: str | None = None
     latency: str | None = None
     from_file: Path | None = None
-    ddp_all_reduce: Algorithm = "auto"
     output: Path | None = None
     json: bool = False
 
@@ -77,7 +73,6 @@ class Plan(PlanSettings, LinkOptions):
                 f"latency={self.latency!r} is for other links than were measured, with --from. In an emulated network, "
                 "it is the delay."
             )
-        self._check_algorithm(is_measured=True)
         settings = PlanSettings(**{field.name: getattr(self, field.name) for field in fields(PlanSettings)})
         if not benchmark.launched():  # ranks of a launcher build it first, and tell each other
             settings.check_model()
@@ -109,14 +104,4 @@ class Plan(PlanSettings, LinkOptions):
             raise ValueError(
                 f"output={str(self.output)!r} has the plan.json that is read, and what was measured: choose another."
             )
-        elsewhere = Elsewhere(self.hosts, self.rate, self.latency, self.ddp_all_reduce)
-        work, cluster, result = read_plan(earlier, elsewhere)
-        self._check_algorithm(cluster.world_size == result["world_size"])
-        return work, cluster, result
-
-    def _check_algorithm(self, is_measured: bool) -> None:
-        if is_measured and self.ddp_all_reduce != "auto":
-            raise ValueError(
-                f"ddp_all_reduce={self.ddp_all_reduce!r} is for another number of hosts than was measured, with --from "
-                "and --hosts: on those that were measured DDP has the all-reduce of its backend."
-            )
+        return read_plan(earlier, Elsewhere(self.hosts, self.rate, self.latency))

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.clock import Clock
-from lightning_pipesync.core.cluster import BackendCost, MeasuredCost
 from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth, receive
-from lightning_pipesync.lab.bench.candidates import lab_of, sgd
+from lightning_pipesync.lab.bench.candidates import sgd
 from lightning_pipesync.lab.bench.timing import finish_work
 from lightning_pipesync.lab.plan.model import EACH_RANK, Replicas
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.lab.plan.trials import TIMEOUT_S, gathered
-from lightning_pipesync.methods.laboratory import Exchange
+from lightning_pipesync.lab.predictions.cluster import BackendCost, MeasuredCost
+from lightning_pipesync.lab.predictions.entry import Exchange
+from lightning_pipesync.lab.predictions.registry import lab_of
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.training.registry import METHODS
 

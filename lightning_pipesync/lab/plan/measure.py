@@ -16,15 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync.core.clock import Clock
-from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import device_of
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.bench.preflight import facts_of_this_host, findings
 from lightning_pipesync.lab.plan.costs import Costs, Waitable, measure_links, outliers, several_connections, sizes_for
 from lightning_pipesync.lab.plan.model import EACH_RANK, PlanSettings, Replicas
@@ -33,6 +30,9 @@ from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.text import rate
 from lightning_pipesync.lab.plan.trials import Trials, gathered, to_prove
 from lightning_pipesync.lab.plan.work import measure_added, measure_work, slow_ranks, slowest, with_refusals
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.registry import lab_of
+from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.training.registry import METHODS
 
 T = TypeVar("T")

@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.pictures import COLOURS, looks_of, markers_of, picture
 from lightning_pipesync.lab.plan.predictions import BASELINES, baseline_of, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.text import rate, round_rate
 from lightning_pipesync.lab.plan.verdict import rounds_of
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import Prediction
+from lightning_pipesync.lab.predictions.work import Work
 
 #: Bandwidths in bytes per second, from so many times the cluster's to so many.
 BANDWIDTHS = tuple(10 ** (exponent / 6) for exponent in range(-9, 13))

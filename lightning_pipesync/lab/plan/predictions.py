@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import DEFAULT_MB, Work
-from lightning_pipesync.lab.bench.candidates import lab_of
 from lightning_pipesync.lab.bench.step import predict_ddp
-from lightning_pipesync.methods.laboratory import Prediction, waiting_share
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import Prediction, waiting_share
+from lightning_pipesync.lab.predictions.registry import lab_of
+from lightning_pipesync.lab.predictions.work import DEFAULT_MB, Work
 from lightning_pipesync.training.registry import METHODS
 
 #: What methods are compared with: DDP, and FSDP2 on a mesh of two dimensions where it shards replicas.

@@ -9,8 +9,6 @@ from statistics import median
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.tables import write_results
 from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import (
@@ -33,7 +31,9 @@ from lightning_pipesync.lab.plan.text import (
     table,
 )
 from lightning_pipesync.lab.plan.verdict import Verdict, fastest_baseline, rounds_of, verdict_of
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import Prediction
+from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.training.registry import METHODS
 
 #: The two lists.
@@ -116,14 +116,9 @@ def _all_reduce_of(baseline: Prediction, work: Work, cluster: Cluster) -> str:
     if chosen == "measured":
         return "the measured one"
     words = {"ring": "a ring", "tree": "a double binary tree"}[chosen]
-    if backend.algorithm != "auto":
-        return f"{words}, as asked for"
     if cluster.world_size <= backend.ring_up_to:
         return f"{words}, as torch's Gloo always has it (on more than {backend.ring_up_to} hosts NCCL's is assumed)"
-    return (
-        f"{words}, which is the faster of a ring and a double binary tree here: NCCL chooses between them "
-        "(--ddp_all_reduce takes one of them)"
-    )
+    return f"{words}, which is the faster of a ring and a double binary tree here: NCCL chooses between them"
 
 
 def _tables(

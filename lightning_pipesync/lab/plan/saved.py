@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from lightning_pipesync.core.cluster import Algorithm, Cluster
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.netlab.units import bits_per_second, parse_delay
 from lightning_pipesync.lab.plan.predictions import predict
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.work import Work
 
 
 @dataclass(frozen=True)
 class Elsewhere:
     """For which hosts and links a plan is, where they are not those that were measured.
 
-    ``latency`` is one way, from a host to another one. ``ddp_all_reduce`` is the algorithm with which DDP is predicted.
+    ``latency`` is one way, from a host to another one.
     """
 
     hosts: int | None = None
     rate: str | None = None
     latency: str | None = None
-    ddp_all_reduce: Algorithm = "auto"
 
 
 def read_plan(path: Path, elsewhere: Elsewhere | None = None) -> tuple[Work, Cluster, dict[str, Any]]:
@@ -66,7 +65,6 @@ def read_plan(path: Path, elsewhere: Elsewhere | None = None) -> tuple[Work, Clu
                 "replicas in shards. Leave it out."
             )
         cluster = cluster.with_latency(seconds, measured)
-    cluster = cluster.with_algorithm(elsewhere.ddp_all_reduce)
     predictions = [asdict(one) for one in predict(work, cluster)]
     result |= {"planned_for": asdict(elsewhere), "predictions": predictions, "measured": {}}
     return work, cluster, result
@@ -82,4 +80,19 @@ def latency_of(result: Mapping[str, Any]) -> float | None:
 
 def of_result(result: Mapping[str, Any]) -> tuple[Work, Cluster, dict[str, Any]]:
     """Returns work and cluster of a result of :func:`measure_plan`, and the result itself."""
-    return Work.from_dict(result["work"]), Cluster.from_dict(result["cluster"]), dict(result)
+    return _rebuilt(Work, result["work"]), _rebuilt(Cluster, result["cluster"]), dict(result)
+
+
+def _rebuilt(kind: Any, saved: Any) -> Any:
+    """Returns the object of a type, as a field annotates it, of which ``dataclasses.asdict`` has made ``saved``."""
+    inner = get_args(kind)  # of Mapping[str, X], Sequence[X], or X | None
+    if saved is not None and type(None) in inner:
+        return _rebuilt(inner[0], saved)
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: _rebuilt(types[name], value) for name, value in saved.items()})  # type: ignore[operator]
+    if isinstance(saved, Mapping):
+        return {name: _rebuilt(inner[1], value) for name, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return [_rebuilt(inner[0], value) for value in saved]
+    return saved

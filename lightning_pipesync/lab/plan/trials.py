@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.torch_private import has_memory, is_dtensor, store_of
-from lightning_pipesync.lab.bench.candidates import Candidate, ddp, hsdp, lab_of, make_candidate, time_candidates
+from lightning_pipesync.lab.bench.candidates import Candidate, ddp, hsdp, make_candidate, time_candidates
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.plan.model import EACH_RANK, PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import is_baseline
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.lab.predictions.entry import Prediction
+from lightning_pipesync.lab.predictions.registry import lab_of
 
 T = TypeVar("T")
 

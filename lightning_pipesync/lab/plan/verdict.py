@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pipesync.lab.plan.predictions import LITTLE, is_baseline
 from lightning_pipesync.lab.plan.text import milliseconds
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.lab.predictions.entry import Prediction
 
 #: A method that gains less than this share of a step over DDP is not worth a change.
 WORTH = 0.02

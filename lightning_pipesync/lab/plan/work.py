@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.dtensors import ShardedOptimizers, is_sharded, local_of
 from lightning_pipesync.core.torch_private import tensors_in
-from lightning_pipesync.core.work import DEFAULT_MB, MethodWork, Work
-from lightning_pipesync.lab.bench.candidates import Candidate, inputs_of, lab_of, time_candidates, without_communication
+from lightning_pipesync.lab.bench.candidates import Candidate, inputs_of, time_candidates, without_communication
 from lightning_pipesync.lab.bench.models import BenchModel, stand_in
 from lightning_pipesync.lab.bench.timing import profile_step
 from lightning_pipesync.lab.plan.model import EACH_RANK, Replicas, bytes_by_group
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.text import milliseconds
 from lightning_pipesync.lab.plan.trials import candidate_of, gathered
-from lightning_pipesync.methods.laboratory import Prediction, StandIn
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import Prediction, StandIn
+from lightning_pipesync.lab.predictions.registry import lab_of
+from lightning_pipesync.lab.predictions.work import DEFAULT_MB, MethodWork, Work
 from lightning_pipesync.training.registry import METHODS
 
 #: A rank is slow whose computation takes longer than a median rank's by more than this share of it, than this share of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets, shard_numel
+from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets, shard_numel, zeros_with_room
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.link import measure_link
@@ -20,7 +20,6 @@ from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.guarded_states import at_hand, send_away
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
-from lightning_pipesync.core.room import zeros_with_room
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers, choose_early_gathers
 from lightning_pipesync.methods.gradients.backpipe import BackPipe

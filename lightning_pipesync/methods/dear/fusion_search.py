@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, of_one_kind
+from lightning_pipesync.core.buckets import MIB, MOST_BUCKETS, Fusion, num_bytes, of_one_kind
 from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.comm.handle import Promise, Worker
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.extras import missing_extra
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
-from lightning_pipesync.core.work import MOST_BUCKETS
 from lightning_pipesync.methods.dear.buckets import FusedBuckets
 from lightning_pipesync.methods.dear.config import SEARCH_MB, DeARConfig
 

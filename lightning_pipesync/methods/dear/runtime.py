@@ -23,7 +23,6 @@ from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.buckets import IN_BUCKETS, FusedBucket, FusedBuckets
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
-from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
@@ -65,7 +64,6 @@ class DeAR(SyncMethod):
 
     name = "dear"
     config_type = DeARConfig
-    lab = DeARLab
     applies_grad = False
     same_weights = True
     shards_optimizer_state = True

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, buffer_reader, plan_buckets
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
@@ -40,50 +40,21 @@ _MISSING = 1
 
 
 class StageAverages:
-    """The averages of a stage; those of the only pipeline average nothing."""
+    """The averages of a stage over pipelines, along a ``line`` of one rank of each; None: there is one pipeline.
 
-    def check_input(self, value: Any) -> None:
-        """Called with the first input of the first stage; warns if all pipelines have the same; a collective call."""
-
-    def average_gradient(self) -> None:
-        """Called when ``p.grad`` holds the gradient of a mini-batch, before it is clipped; a collective call."""
-
-    def end_update(self, step: int) -> None:
-        """Called after the update by mini-batch ``step``; a collective call."""
-
-    def on_any(self, flag: bool) -> bool:
-        """Returns whether ``flag`` is set in any pipeline; a collective call."""
-        return flag
-
-    def consolidate(self, step: int) -> None:
-        """Makes the loaded master that of all pipelines, before mini-batch ``step``; a collective call."""
-
-    def leave(self, written: bool) -> None:
-        """Returns to this pipeline's master, unless the consolidated one was written to; a collective call."""
-
-    def reset(self) -> None:
-        """Begins anew from the present master, which is the same in all pipelines."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of this rank, after :meth:`consolidate`."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank, with the consolidated master; collective."""
-
-
-class SharedBuffers(StageAverages):
-    """Consolidates the buffers, such as those of BatchNorm, by their mean over the pipelines.
-
-    ``line`` connects the ranks of this stage in all pipelines.
+    All calls are collective along the line. Buffers, such as those of BatchNorm, are consolidated by their mean.
     """
 
-    def __init__(self, weights: StageWeights, read_buffers: Callable[[], list[Tensor]], line: Transport) -> None:
+    def __init__(self, weights: StageWeights, read_buffers: Callable[[], list[Tensor]], line: Transport | None) -> None:
         self._weights, self._line = weights, line
-        read = weights.master_buffers if weights.replicates_buffers else read_buffers
-        self._buffers = NonTrainableTensors([], read, line, PIECE_MB, same_in_replica=False)
+        if line is not None:
+            read = weights.master_buffers if weights.has_replicas else read_buffers
+            self._buffers = NonTrainableTensors([], read, line, PIECE_MB, same_in_replica=False)
 
     def check_input(self, value: Any) -> None:
+        """Warns if the first input of the first stage is the same in all pipelines."""
+        if self._line is None:
+            return
         of_pipelines = self._line.gather_objects(digest(tensors_in(value)))
         if self._line.rank == 0 and len(set(of_pipelines)) == 1 and tensors_in(value):
             warnings.warn(
@@ -92,13 +63,25 @@ class SharedBuffers(StageAverages):
                 stacklevel=2,
             )
 
+    def average_gradient(self) -> None:
+        """Called when ``p.grad`` holds the gradient of a mini-batch, before it is clipped."""
+
+    def end_update(self, step: int) -> None:
+        """Called after the update by mini-batch ``step``."""
+
     def on_any(self, flag: bool) -> bool:
-        return any(self._line.exchange_flags(int(flag)).wait())
+        """Returns whether ``flag`` is set in any pipeline."""
+        return flag if self._line is None else any(self._line.exchange_flags(int(flag)).wait())
 
     def consolidate(self, step: int) -> None:
-        self._buffers.swap_in_average()
+        """Makes the loaded master that of all pipelines, before mini-batch ``step``."""
+        if self._line is not None:
+            self._buffers.swap_in_average()
 
     def leave(self, written: bool) -> None:
+        """Returns to this pipeline's master, unless the consolidated one was written to."""
+        if self._line is None:
+            return
         check_flags(self._line.exchange_flags(LOADED * written).wait(), self._line.ranks)
         if not written:
             self._buffers.swap_back()
@@ -112,18 +95,25 @@ class SharedBuffers(StageAverages):
         self.reset()
 
     def reset(self) -> None:
-        self._buffers.mark_common()
+        """Begins anew from the present master, which is the same in all pipelines."""
+        if self._line is not None:
+            self._buffers.mark_common()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"buffers": self._buffers.state_dict()}
+        """Returns the state of this rank, after :meth:`consolidate`."""
+        return {} if self._line is None else {"buffers": self._buffers.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._buffers.load_state_dict(state["buffers"])
-        self._buffers.swap_in_average()
+        """Resumes from what :meth:`state_dict` returned on this rank, with the consolidated master."""
+        if self._line is not None:
+            self._buffers.load_state_dict(state["buffers"])
+            self._buffers.swap_in_average()
 
 
-class GradientAverages(SharedBuffers):
+class GradientAverages(StageAverages):
     """Averages the gradient of each mini-batch: all pipelines have the same weights."""
+
+    _line: Transport
 
     def __init__(self, parameters: Sequence[Tensor], *shared: Any) -> None:
         super().__init__(*shared)
@@ -162,8 +152,10 @@ class ReferenceSettings(ReplicaSettings):
         return attracted(num_replicas, self.elastic_force_of(num_replicas))
 
 
-class ElasticAverages(SharedBuffers):
+class ElasticAverages(StageAverages):
     """The master of each pipeline and a reference attract each other from time to time (AvgPipe)."""
+
+    _line: Transport
 
     def __init__(self, optimizer: Optimizer, config: EAPipeConfig, *shared: Any) -> None:
         super().__init__(*shared)
@@ -216,10 +208,10 @@ def averages_of(
     config: EAPipeConfig,
 ) -> StageAverages:
     """Returns the averages of a stage; ``line`` connects its ranks in all pipelines; None: there is one pipeline."""
-    if line is None:
-        return StageAverages()
     of_layers = buffer_reader(layers)
     shared = weights, lambda: [*of_layers(), *other_buffers], line
+    if line is None:
+        return StageAverages(*shared)
     if config.average == "elastic":
         return ElasticAverages(optimizer, config, *shared)
     return GradientAverages(parameters, *shared)

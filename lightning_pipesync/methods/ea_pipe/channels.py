@@ -1,4 +1,4 @@
-"""The channels between the stages of a pipeline."""
+"""The stages of a pipeline: who has which, what it computes when, and its channels to its neighbors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,44 @@ from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 _WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: The numbers of the channels between two stages.
 _ACTIVATIONS, _GRADIENTS = 0, 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The mini-batches of one stage and their replicas (paper, Figs. 1 and 2, Section III-B).
+
+    It makes ``lag`` forward passes, then one forward and one backward pass in turn.
+    """
+
+    stage: int  # n, from 0
+    num_stages: int  # N
+    num_replicas: int  # mini-batches in flight at the first stage, N in the paper
+
+    @property
+    def lag(self) -> int:
+        """The number of forward passes by which this stage is ahead of its backward passes.
+
+        With one set of weights, so many updates are between both passes of a mini-batch. N - 1 - stage in the paper.
+        More replicas are spread evenly over the links between stages.
+        """
+        links = self.num_stages - 1
+        return -(-(links - self.stage) * (self.num_replicas - 1) // links) if links else 0
+
+    def replica(self, step: int) -> int:
+        """Returns the index of the replica that mini-batch ``step`` (both from 0) uses in every stage."""
+        return step % self.num_replicas
+
+    def is_due(self, step: int, period: int) -> bool:
+        """Returns whether the replica is pulled after mini-batch ``step`` (from 0): ceil(t / N) mod tau = 0."""
+        return (step // self.num_replicas + 1) % period == 0
+
+    @property
+    def versions_after(self) -> int:
+        """The updates of this stage between its backward pass of a mini-batch and that of the first stage.
+
+        There is a backward pass of another mini-batch in every second slot (SpecTrain, Section 3.2).
+        """
+        return self.stage // 2
 
 
 @dataclass(frozen=True)
@@ -66,12 +104,7 @@ def make_transport(device: torch.device, config: EAPipeConfig, backend: str | No
         place = dist.get_rank() % num_stages if config.neighbors == "stages" else dist.get_rank() // count
         line = line_of(place, num_stages, config) if fits else []
     try:
-        return Transport(
-            device,
-            timeout_s=config.timeout_s,
-            backend=backend,
-            replicas=line,
-        )
+        return Transport(device, timeout_s=config.timeout_s, backend=backend, replicas=line)
     except DifferentLinesError as error:
         possible = [str(number) for number in range(1, num_ranks // 2 + 1) if num_ranks % number == 0]
         raise ValueError(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
-from lightning_pipesync.methods.pipeline import PipelineSettings
 from lightning_pipesync.methods.replicas.elastic import check_force
 from lightning_pipesync.methods.setting_types import Seconds
+from lightning_pipesync.methods.settings import Settings
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Average = Literal["gradients", "elastic"]
@@ -30,7 +30,7 @@ PULLED = ("ea_pipe", *SYNCHRONOUS)
 
 
 @dataclass(frozen=True)
-class EAPipeConfig(PipelineSettings):
+class EAPipeConfig(Settings):
     """Settings of EA-Pipe ("Pipeline Parallelism With Elastic Averaging", IEEE Access 2024).
 
     Raises:
@@ -149,6 +149,7 @@ class EAPipeConfig(PipelineSettings):
             )
 
     def data_part(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Returns which part of the training data a rank's pipeline trains on, from 0 on, and the number of parts."""
         count = self.num_pipelines
         return rank // (world_size // count) if self.neighbors == "stages" else rank % count, count
 

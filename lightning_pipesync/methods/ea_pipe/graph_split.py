@@ -13,8 +13,6 @@ from torch.fx import Node
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.torch_private import is_pipe_split, memory_of, written_by
 
-_COPY = "copy it with clone(memory_format=torch.contiguous_format)"
-
 
 @dataclass(frozen=True)
 class StageGraph:
@@ -54,11 +52,6 @@ def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
         for node in outgoing:
             if not isinstance(node.meta.get("val"), Tensor):
                 raise ValueError(f"{node.name}, a number computed from a tensor, would have to travel to another stage")
-            if _overlaps(node.meta["val"]):
-                raise ValueError(
-                    f"{node.name}, which would have to travel to another stage, has several elements in one place, as "
-                    f"after unfold(): {_COPY}"
-                )
         _check_writes(members, incoming, weights)
         run = fx.GraphModule(traced, _graph_of(members, incoming, outgoing))
         strides = tuple(_strides_of(node) for node in incoming)
@@ -126,20 +119,10 @@ def _strides_of(node: Node) -> tuple[int, ...] | None:
     for lengths in (tensor.shape, [torch.sym_max(size, 1) for size in tensor.shape]):  # torch uses both forms
         if found == [str(prod(lengths[dim + 1 :])) for dim in range(len(lengths))]:
             return None
-    raise ValueError(f"{node.name}, whose strides depend on values, would have to travel to another stage: {_COPY}")
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Returns whether elements of a tensor overlap in memory, except after expand()."""
-    pairs = list(zip(tensor.stride(), tensor.shape, strict=True))
-    if not all(isinstance(length, int) for pair in pairs for length in pair):
-        return False  # the size depends on values; indexing by values copies
-    end = 0
-    for stride, size in sorted((stride, size) for stride, size in pairs if stride and size > 1):
-        if stride <= end:
-            return True
-        end += stride * (size - 1)
-    return False
+    raise ValueError(
+        f"{node.name}, whose strides depend on values, would have to travel to another stage: copy it with "
+        "clone(memory_format=torch.contiguous_format)"
+    )
 
 
 def _memory(node: Node) -> list[int]:

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.torch_private import map_tensors, paths_in, tensors_in, tree_flatten, tree_unflatten
-from lightning_pipesync.methods.pipeline import Call
+from lightning_pipesync.core.torch_private import map_tensors, tensors_in, tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hooks: bool = True
+    """Whether to run the model's forward hooks, which may have run already."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +122,6 @@ def _describe(tensor: Tensor) -> _Described | Tensor:
 def described(tree: Any) -> tuple[Layout, list[Tensor]]:
     """Returns the layout of nested containers, and their tensors."""
     return Layout(map_tensors(_describe, tree)), tensors_in(tree)
-
-
-def varying(layouts: Sequence[Layout]) -> list[str]:
-    """Returns the paths of the leaves that differ between layouts whose containers are those of the last one."""
-    *_, spec = layouts[-1].key()
-    keys = [layout.key()[:-1] for layout in layouts if layout.key()[-1] == spec]
-    return [path for path, *found in zip(paths_in(layouts[-1].tree), *keys, strict=True) if len(set(found)) > 1]
 
 
 def input_of(value: Any) -> tuple[Layout, list[Tensor]]:

@@ -12,12 +12,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from typing_extensions import override
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 from lightning_pipesync.methods.ea_pipe.channels import places_of, rank_of
-from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, ModelStage
-from lightning_pipesync.methods.pipeline import Loss, Source
+from lightning_pipesync.methods.ea_pipe.split import LayerInput
+from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, ModelStage, Source
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 #: The flag of a batch that cannot be divided.

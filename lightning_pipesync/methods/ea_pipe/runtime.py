@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,16 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.objects import Objects
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same, describe, on_all_ranks
 from lightning_pipesync.core.held_weights import HeldWeights, check_held
-from lightning_pipesync.core.layers import numbers_of_parameters
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.channels import (
     Channels,
+    Schedule,
     line_of,
     make_channels,
     make_transport,
@@ -31,27 +31,24 @@ from lightning_pipesync.methods.ea_pipe.channels import (
     rank_of,
 )
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
-from lightning_pipesync.methods.ea_pipe.schedule import Schedule
-from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
-from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
-from lightning_pipesync.methods.ea_pipe.versions import mean_state
-from lightning_pipesync.methods.method import PIECE_MB, counted
-from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
+from lightning_pipesync.methods.ea_pipe.split import ModelSplit, SequentialSplit, numbers_of_parameters
+from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, OptimizerFactory, Source
+from lightning_pipesync.methods.ea_pipe.traced import TracedSplit
+from lightning_pipesync.methods.ea_pipe.weights import mean_state
+from lightning_pipesync.methods.method import PIECE_MB, Method, counted
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
-
-T = TypeVar("T")
 
 #: The settings that determine the structure of a state.
 SAVED = ("algorithm", "replicas", "split_names", "num_pipelines", "average", "neighbors")
 
 
-class EAPipe(PipelineMethod):
+class EAPipe(Method):
     """Trains a model as a pipeline without bubbles, with one stage in each process.
 
     Mini-batches follow each other without a flush. Each mini-batch in flight has a separate replica of the weights, and
     replicas and master are pulled together (paper, Algorithm 1). All processes make the same calls. Rank 0 has the last
-    stage, which computes the loss, and the last rank has the first stage. A plain loop::
+    stage, which computes the loss, and the last rank has the first stage. A step is :meth:`train_batch`; or, for a
+    framework, :meth:`feed`, :meth:`backward`, and :meth:`step` if that returned True. A plain loop::
 
         engine = EAPipe(layers, nn.functional.cross_entropy, lambda parameters: SGD(parameters, lr=0.1))
         for x, y in loader:                       # the same batches on all ranks
@@ -86,8 +83,8 @@ class EAPipe(PipelineMethod):
     """
 
     name = "ea_pipe"
+    makes_passes = True
     config_type = EAPipeConfig
-    lab = EAPipeLab
     config: EAPipeConfig
 
     def __init__(
@@ -114,10 +111,14 @@ class EAPipe(PipelineMethod):
         self._stages: list[ModelStage] = []
         self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
+        self._job: Objects | None = None
+        self._line: Transport | None = None  # of this stage in several pipelines
         if virtual_stages is None:
             self.transport = make_transport(self._device, self.config, backend)
             self.transport.end_other_waits()
-            self.num_stages = places_of(self.transport).world_size
+            self._job, self._pipeline = self.transport.job, places_of(self.transport)
+            self._line = self.transport if self.config.num_pipelines > 1 else None
+            self.num_stages = self._pipeline.world_size
         elif self.config.num_pipelines > 1:
             raise ValueError(
                 f"num_pipelines={self.config.num_pipelines!r} needs a process for each stage of each pipeline, and "
@@ -135,11 +136,20 @@ class EAPipe(PipelineMethod):
         except ValueError:
             self.detach()
             raise
-        warn_of_ignored(self.config, 0 if self.transport is None else self.transport.job.rank)
-        if self.transport is not None:
-            warn_of_one_rank(type(self).__name__, self.transport.job.world_size)
+        warn_of_ignored(self.config, 0 if self._job is None else self._job.rank)
+        if self._job is not None:
+            warn_of_one_rank(type(self).__name__, self._job.world_size)
 
     def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
+        """Runs the next passes of the pipeline for a mini-batch, or a part of one, and the updates that are due.
+
+        Args:
+            batch: input and target. Only the first stage uses the input, only the last one the target.
+            completes: whether this is the last part of the mini-batch.
+
+        Returns:
+            The loss, 0-dim and detached, on the rank of the last stage; None on others.
+        """
         inputs, target = batch
         assert self._loss is not None
         criterion = self._loss
@@ -149,39 +159,63 @@ class EAPipe(PipelineMethod):
         return loss
 
     def feed(self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None) -> Tensor | None:
+        """Runs the forward pass of the next mini-batch, or of a part of one; returns as :meth:`train_batch`.
+
+        ``source`` is called on the rank of the first stage, ``loss`` on that of the last one. If ``digest`` is that of
+        the batch, it is compared between these.
+
+        Raises:
+            RuntimeError: the first and the last stage have different batches, or a peer is lost.
+        """
         self._begin(source)
         self.flushed = self._gathered = False
         result = None
         for stage in self._stages:
-            with self._receiving("a mini-batch"):
-                result = stage.forward(source, loss, completes=completes, digest=digest)
+            result = stage.forward(source, loss, completes=completes, digest=digest)
         return result
 
     def backward(self) -> bool:
+        """Runs the backward passes that are due after :meth:`feed`.
+
+        Returns:
+            Whether the gradient of a mini-batch is complete, in ``p.grad``: then call :meth:`step`.
+
+        Raises:
+            RuntimeError: the loss depends on another stage's layers, or a peer is lost.
+        """
         complete = [stage.backward() for stage in reversed(self._stages)]
         if any(complete) and self.transport is not None and not self._checked:
             self._check_gradients()
         return any(complete)
 
     def step(self, optimizer_step: Callable[[], object] | None = None) -> None:
+        """Applies the complete gradient by ``optimizer_step``, maybe later; None: the step of the stage's optimizer."""
         for stage in reversed(self._stages):
             if stage.is_complete:
                 stage.update(optimizer_step)
 
     def flush(self, step: Callable[[], object] | None = None) -> None:
+        """Empties the pipeline, and loads the consolidated weights into the layers of this rank's stage.
+
+        ``step`` is called in place of :meth:`step`, which it calls, when the gradient of a mini-batch is complete.
+        """
         # A framework may have turned gradients off for a validation that follows.
         with torch.inference_mode(False), torch.enable_grad():
             for stage in reversed(self._stages):
                 stage.finish_backward(step or self.step)
             for stage in self._stages:
-                with self._receiving("the end of the mini-batches"):
-                    stage.finish()
-        if not self.flushed and self.transport is not None and self.config.num_pipelines > 1:
-            part = rank_of(places_of(self.transport).rank, self.num_stages)
-            self._compare_weights(self._split.tensors_of(part), part, self.transport, places_of(self.transport))
+                stage.finish()
+        if not self.flushed and self._line is not None:
+            part = rank_of(self._pipeline.rank, self.num_stages)
+            self._compare_weights(self._split.tensors_of(part), part, self._line, self._pipeline)
         self.flushed = True
 
+    def forward(self, inputs: Any) -> Any:
+        """Runs the consolidated model as :meth:`infer` does, on ``inputs``."""
+        return self.infer(lambda: inputs)
+
     def infer(self, source: Source) -> Any:
+        """Runs the consolidated model without gradients; returns its output on the rank of the last stage."""
         self.flush()
         self._begin(source)
         output = None
@@ -195,14 +229,18 @@ class EAPipe(PipelineMethod):
         if self.transport is None or not self.cuts or self._gathered:
             return
         self._gathered = True
-        broadcast_from = partial(_broadcast_by, places_of(self.transport))
+        broadcast_from = partial(_broadcast_by, self._pipeline)
         for stage in range(self.num_stages):
             broadcast = partial(broadcast_from, src=rank_of(stage, self.num_stages))
             # Through .data, so that autograd's version counters do not count this as a write to the master.
             exchange_fused([tensor.data for tensor in self._split.tensors_of(stage)], PIECE_MB, broadcast)
         exchange_fused([tensor.data for tensor in self._others], PIECE_MB, broadcast_from)  # with the last stage
-        line = self.transport if self.config.num_pipelines > 1 else None
-        self._compare_weights(self._model.parameters(), 0, places_of(self.transport), line)
+        self._compare_weights(self._model.parameters(), 0, self._pipeline, self._line)
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """Which part of the training data this rank's pipeline trains on, from 0 on, and the number of parts."""
+        return (0, 1) if self._job is None else self.config.data_part(self._job.rank, self._job.world_size)
 
     @property
     def cuts(self) -> list[int]:
@@ -210,6 +248,7 @@ class EAPipe(PipelineMethod):
         return self._split.cuts
 
     def describe(self) -> str:
+        """Returns a line per stage that names its layers; an empty text before the first batch."""
         lines = []
         for stage in range(self.num_stages if self._stages else 0):
             first, *_, last = self._split.named_layers_of(stage) * 2
@@ -246,11 +285,15 @@ class EAPipe(PipelineMethod):
         return {"settings": settings, "cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
 
     def optimizer_state(self) -> dict[int, Any]:
-        """Returns the state of this rank's optimizer, the mean over the replicas and the pipelines."""
+        """Returns the state of this rank's optimizer by the index of the parameter; a collective call.
+
+        It is the mean over the replicas and the pipelines, of which the ranks of the first one get it, the others
+        nothing.
+        """
         own = self._stages[0].weights.optimizer_state() if self._stages else {}
-        if self.transport is None or self.config.num_pipelines == 1:
+        if self._line is None:
             return own
-        of_pipelines = [part["own"] for part in self.transport.collect_states({"own": own}) or []]
+        of_pipelines = [part["own"] for part in self._line.collect_states({"own": own}) or []]
         return mean_state(of_pipelines if self.config.average == "elastic" else of_pipelines[:1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,32 +341,31 @@ class EAPipe(PipelineMethod):
         """Checks that all ranks train the same model, and broadcasts rank 0's weights."""
 
         def check() -> tuple[ModelSplit, list[NamedParameter]]:
-            self._check_backend()
-            split = split_of(self._model, self.config, self.num_stages, self._device)
+            staged = self.transport is not None and self.transport.backend == "gloo" and self._device.type == "cuda"
+            if staged and self.config.algorithm in SYNCHRONOUS:
+                raise ValueError(
+                    f"algorithm={self.config.algorithm!r} runs on PyTorch's schedules, which send CUDA tensors, and "
+                    "backend='gloo' cannot: use backend='nccl', or another algorithm."
+                )
+            split: ModelSplit
+            if isinstance(self._model, nn.Sequential) and self.config.split_names is None:
+                split = SequentialSplit(self._model, self.config, self.num_stages, self._device)
+            else:
+                split = TracedSplit(self._model, self.config, self.num_stages, self._device)
             check_values(self._model)
             return split, collect_parameters(self._model, [])
 
-        self._split, parameters = self._on_all_ranks(check)
+        self._split, parameters = on_all_ranks(self._job, check)
         if self.transport is not None:
             check_same(self.transport.job, describe(self.config, parameters, self._model))
             tensors = [*self._model.parameters(), *self._model.buffers(), *self._others]
-            for collectives in dict.fromkeys([self.transport, places_of(self.transport)]):  # along a line, and from it
+            for collectives in dict.fromkeys([self.transport, self._pipeline]):  # along a line, and from it
                 exchange_fused(tensors, PIECE_MB, partial(_broadcast_by, collectives))
-
-    def _check_backend(self) -> None:
-        """Raises a ValueError if PyTorch's schedules would send CUDA tensors with Gloo."""
-        staged = self.transport is not None and self.transport.backend == "gloo" and self._device.type == "cuda"
-        if staged and self.config.algorithm in SYNCHRONOUS:
-            raise ValueError(
-                f"algorithm={self.config.algorithm!r} runs on PyTorch's schedules, which send CUDA tensors, and "
-                "backend='gloo' cannot: use backend='nccl', or another algorithm."
-            )
 
     def _check_gradients(self) -> None:
         """Raises a RuntimeError if the loss depends on another stage's layer directly: its gradient would be lost."""
-        assert self.transport is not None
         self._checked = True
-        stage = rank_of(places_of(self.transport).rank, self.num_stages)
+        stage = rank_of(self._pipeline.rank, self.num_stages)
         held = {id(tensor) for tensor in self._split.tensors_of(stage)}
         for name, layer in self._split.layers:
             if any(parameter.grad is not None and id(parameter) not in held for parameter in layer.parameters()):
@@ -339,16 +381,15 @@ class EAPipe(PipelineMethod):
         first = rank_of(0, self.num_stages)
 
         def inspect() -> Any:
-            if self.transport is not None and places_of(self.transport).rank != first:
+            if self._job is not None and self._pipeline.rank != first:
                 return None
             with torch.inference_mode(False), torch.enable_grad(), seeded(self.config.seed, 0, None, self._device):
                 return self._split.inspect(source)
 
         try:
-            inspected = self._on_all_ranks(inspect)
-            if self.transport is not None:
-                holder = line_of(first, self.num_stages, self.config)[0]
-                inspected = self.transport.job.broadcast_object(inspected, holder)
+            inspected = on_all_ranks(self._job, inspect)
+            if self._job is not None:
+                inspected = self._job.broadcast_object(inspected, line_of(first, self.num_stages, self.config)[0])
             self._make_stages(lambda: self._split.choose(inspected))
         except ValueError:
             self.detach()  # as where the constructor refuses something
@@ -357,15 +398,15 @@ class EAPipe(PipelineMethod):
             self.load_state_dict(self._to_resume)
 
     def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
-        self._on_all_ranks(lambda: self._split.cut(choose_cuts()))
-        if self.transport is not None:
+        on_all_ranks(self._job, lambda: self._split.cut(choose_cuts()))
+        if self._job is not None:
             stage_of = {id(t): stage for stage in range(self.num_stages) for t in self._split.tensors_of(stage)}
             named = [*self._model.named_parameters(), *self._model.named_buffers()]
-            check_same(self.transport.job, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
+            check_same(self._job, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
         channels = make_channels(self.transport, self.num_stages, self.config)
         try:
             with torch.inference_mode(False):  # the first batch may belong to a validation
-                self._stages = self._on_all_ranks(lambda: [self._make_stage(*stage) for stage in channels])
+                self._stages = on_all_ranks(self._job, lambda: [self._make_stage(*stage) for stage in channels])
         except ValueError:
             for _, own in channels:
                 own.close(timeout_s=1.0)
@@ -380,35 +421,18 @@ class EAPipe(PipelineMethod):
 
             kind = partial(MicroBatchedStage, transport=self.transport)
         layers = self._split.layers_of(index)
-        line = self.transport if self.config.num_pipelines > 1 else None
-        pipeline = 0 if line is None else line.rank  # each draws random numbers of its own
+        pipeline = 0 if self._line is None else self._line.rank  # each draws random numbers of its own
         config = replace(self.config, seed=self.config.seed + pipeline)
-        return kind(layers, others, self._optimizer_factory, schedule, config, channels, self._device, line)
+        return kind(layers, others, self._optimizer_factory, schedule, config, channels, self._device, self._line)
 
     def _compare_weights(
         self, tensors: Iterable[Tensor], part: int, among: Collectives, beside: Collectives | None
     ) -> None:
         """Compares parameters of the master, see :func:`check_held`; a collective call of all ranks."""
-        assert self.transport is not None
+        assert self._job is not None
         chosen = set(map(id, tensors))
         named = [(name, parameter) for name, parameter in self._model.named_parameters() if id(parameter) in chosen]
-        job = self.transport.job
-        check_held(job, HeldWeights.of_this_process(job.rank, named, part), among, beside)
-
-    @contextmanager
-    def _receiving(self, what: str) -> Iterator[None]:
-        """Context that turns an unexpected message of the stage before into an error that names the rank at fault."""
-        try:
-            yield
-        except OutOfStepError as error:
-            assert self.transport is not None
-            places = places_of(self.transport)
-            peer = places.ranks[places.rank + 1]
-            raise self.transport.watch.failed_wait(f"{what} of rank {peer}", peer, error) from error
-
-    def _on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them."""
-        return function() if self.transport is None else on_all_ranks(self.transport.job, function)
+        check_held(self._job, HeldWeights.of_this_process(self._job.rank, named, part), among, beside)
 
 
 def _broadcast_by(collectives: Collectives, flat: Tensor, src: int = 0) -> Handle[Tensor]:

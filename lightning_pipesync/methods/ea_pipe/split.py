@@ -1,18 +1,24 @@
-"""The split of a model among stages: of an ``nn.Sequential`` by its layers, of other models by tracing."""
+"""The split of an ``nn.Sequential`` among stages by the cost of its layers, and the input of a stage."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.core.layers import balanced, check_number, flattened, measure, numbers_of_parameters, partition
-from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.layout import Layout, input_of
-from lightning_pipesync.methods.ea_pipe.traced import Tracer
+from lightning_pipesync.core.parameters import device_of
+from lightning_pipesync.core.torch_private import has_hooks, map_tensors, tensors_in
+from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
+
+#: The slowest stage may take this many times as long as with the best split, if that saves memory.
+TOLERANCE = 1.05
+#: The number of measurements of a layer, of which the fastest counts.
+REPEATS = 3
 
 
 class ModelSplit(ABC):
@@ -72,7 +78,11 @@ class SequentialSplit(ModelSplit):
         self.layers = flattened(model)
         self._modules = [layer for _, layer in self.layers]
         self._split, self._device = config.split, device
-        check_number(self.layers, num_stages)
+        if len(self.layers) < num_stages:
+            raise ValueError(
+                f"{num_stages} stages need at least as many layers, and the Sequential has {len(self.layers)}: use "
+                "fewer processes, or divide its layers into smaller ones."
+            )
 
     def inspect(self, source: Callable[[], Any]) -> list[int] | None:
         if self._split != "balanced":
@@ -87,39 +97,135 @@ class SequentialSplit(ModelSplit):
         return [int(index) for index in self._split]
 
 
-class TracedSplit(ModelSplit):
-    """The split of any other model, with one layer per stage, made by tracing."""
+class LayerInput:
+    """The input of layers that another process, or another pass, feeds: it collects the gradients to send back.
 
-    def __init__(self, model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
-        super().__init__(num_stages)
-        name, names = type(model).__name__, config.split_names or ()
-        if config.algorithm in SYNCHRONOUS:
-            raise ValueError(
-                f"algorithm={config.algorithm!r} takes the layers of an nn.Sequential, and {name} would have to be "
-                "traced: make it one, without names in split=, or choose another algorithm."
-            )
-        if not names and num_stages > 1:
-            raise ValueError(
-                f"{name} is not an nn.Sequential, and split={config.split!r} does not say where to divide it: set "
-                "split= to the names of the submodules with which the later stages begin."
-            )
-        if len(names) != num_stages - 1:
-            raise ValueError(
-                f"split={names!r} must name the submodules with which the stages after the first begin, "
-                f"{num_stages - 1} of them."
-            )
-        self.layers = []
-        self._tracer = Tracer(model, names, device, config.seed)
+    Attributes:
+        tree: the activations, which are not leaves of the graph, so that the first layer may work in place.
+        gradients: the gradients of those that require one, in order; None if the layers do not use it.
+    """
 
-    def inspect(self, source: Callable[[], Any]) -> Layout:
-        return input_of(source())[0]
+    def __init__(self, tree: Any) -> None:
+        self.gradients: list[Tensor | None] = []
+        self.tree = map_tensors(self._watched, tree)
 
-    def choose(self, inspected: Layout) -> list[int]:
-        self.layers = self._tracer.stages(inspected)
-        return list(range(1, len(self.layers)))
+    def _watched(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        anchor = torch.empty((), device=tensor.device, requires_grad=True)
+        inner: Tensor = _Inner.apply(anchor, tensor.detach())
+        gradients, position = self.gradients, len(self.gradients)
+        gradients.append(None)
+
+        def keep(gradient: Tensor) -> None:  # no reference to self, which would be a cycle through the graph
+            gradients[position] = gradient
+
+        inner.register_hook(keep)
+        return inner
 
 
-def split_of(model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> ModelSplit:
-    if isinstance(model, nn.Sequential) and config.split_names is None:
-        return SequentialSplit(model, config, num_stages, device)
-    return TracedSplit(model, config, num_stages, device)
+class _Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def flattened(layers: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Returns the layers by name, including those of nested plain ``nn.Sequential``."""
+    found = []
+    for name, layer in layers.named_children():
+        if type(layer) is nn.Sequential and len(layer) and not has_hooks(layer):
+            found += flattened(layer, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, layer))
+    return found
+
+
+def numbers_of_parameters(layers: Sequence[nn.Module]) -> list[float]:
+    """Returns the number of values in the parameters of each layer."""
+    return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+
+
+def partition(costs: Sequence[float], parts: int, limits: Sequence[tuple[Sequence[float], float]] = ()) -> list[int]:
+    """Splits a sequence into parts, none empty, whose largest sum of ``costs`` is as small as possible.
+
+    ``limits``: pairs of other costs and the largest sum of a part.
+
+    Returns:
+        The indices of the first members of all parts but the first.
+    """
+    sums, *limited = ([0.0, *accumulate(values)] for values in (costs, *(others for others, _ in limits)))
+
+    def cost(start: int, end: int) -> float:
+        within = all(s[end] - s[start] <= most for s, (_, most) in zip(limited, limits, strict=True))
+        return sums[end] - sums[start] if within else float("inf")
+
+    count = len(costs)
+    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
+    start_of = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = float("-inf")
+    for part in range(1, parts + 1):
+        for end in range(part, count + 1):
+            start = min(range(part - 1, end), key=lambda s: max(best[part - 1][s], cost(s, end)))
+            best[part][end], start_of[part][end] = max(best[part - 1][start], cost(start, end)), start
+    cuts = [count]
+    for part in range(parts, 0, -1):
+        cuts.append(start_of[part][cuts[-1]])
+    return cuts[-2:0:-1]
+
+
+def balanced(times: Sequence[float], num_bytes: Sequence[float], parts: int) -> list[int]:
+    """Splits so that the largest stage is smallest, with the slowest within :data:`TOLERANCE` of the best split's."""
+    bounds = [0, *partition(times, parts), len(times)]
+    fastest = max(sum(times[start:end]) for start, end in pairwise(bounds))
+    return partition(num_bytes, parts, [(times, fastest * TOLERANCE)])
+
+
+def measure(layers: Sequence[nn.Module], value: Any, device: torch.device) -> tuple[list[float], list[float]]:
+    """Returns the seconds of a forward and backward pass, and the bytes of parameters and output, by layer.
+
+    The layers are moved to ``device`` one after the other. Buffers and random number generators are restored.
+    """
+    times, sizes = [], []
+    value = _copied(value)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for layer in layers:
+            home = device_of(layer)
+            layer.to(device)
+            buffers = [buffer.clone() for buffer in layer.buffers()]
+            runs = [_run(layer, value, device) for _ in range(REPEATS)]
+            for buffer, before in zip(layer.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            layer.to(home)
+            times.append(min(seconds for seconds, _ in runs))
+            value = runs[0][1]
+            sizes.append(float(sum(t.nbytes for t in [*layer.parameters(), *tensors_in(value)])))
+    return times, sizes
+
+
+def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
+    inputs = LayerInput(value)
+    before = _now(device)
+    with torch.enable_grad():
+        output = layer(inputs.tree)
+        differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if differentiable:
+            torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
+    seconds = _now(device) - before
+    layer.zero_grad()
+    return seconds, _copied(output)
+
+
+def _copied(tree: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), tree)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

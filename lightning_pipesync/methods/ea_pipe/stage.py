@@ -14,39 +14,38 @@ update can wait for them without a stall.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
 from lightning_pipesync.methods.ea_pipe.averages import averages_of
-from lightning_pipesync.methods.ea_pipe.channels import Channels
+from lightning_pipesync.methods.ea_pipe.channels import Channels, Schedule
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.schedule import Schedule
+from lightning_pipesync.methods.ea_pipe.split import LayerInput
 from lightning_pipesync.methods.ea_pipe.weights import WEIGHTS
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
-from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, Source
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+#: Returns the input of the model: its only argument, or a :class:`Call`.
+Source = Callable[[], Any]
+#: Returns the loss, 0-dim, for an output of the model and a function that returns the output's part of a batch.
+Loss = Callable[[Any, Callable[[Any], Any]], Tensor]
 
 DIFFERENT_BATCHES = (
     "The stages have different mini-batches: input and target would not belong together. All ranks must load the same "
     "data in the same order, augmented by the same random numbers. If the script draws its data, seed it first: "
     "seed_everything(1)."
 )
-
-
-class OutOfStepError(dist.DistError):
-    """The stage before has sent a mini-batch where this stage expects the end of them, or the reverse."""
 
 
 @dataclass(frozen=True)
@@ -238,14 +237,18 @@ class ModelStage:
         assert self._channels.activations_in is not None
         message = self._channels.activations_in.receive()
         if isinstance(message, list) != flushing:
-            raise OutOfStepError("it sent another mini-batch" if flushing else "it sent the end of its mini-batches")
+            sent = "another mini-batch" if flushing else "the end of its mini-batches"
+            raise RuntimeError(
+                f"Stage {self._schedule.stage} has sent {sent}, and stage {self._schedule.stage + 1} expects the "
+                "reverse: all ranks must train as many mini-batches, and flush the pipeline after the same ones."
+            )
         return message
 
     def _check_buffers(self) -> None:
         """Raises a RuntimeError if the layers have replaced a buffer that is replicated."""
         known = {id(buffer) for buffer in self._buffers}
         for name, buffer in self._layers.named_buffers():
-            if id(buffer) not in known and self.weights.replicates_buffers:
+            if id(buffer) not in known and self.weights.has_replicas:
                 raise RuntimeError(
                     f"The layers replace their buffer {name} by another tensor, and each replica needs its own: write "
                     "to it in place, as with copy_()."

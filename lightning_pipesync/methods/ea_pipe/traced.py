@@ -7,8 +7,8 @@ autocast. There is a graph for each of these, traced on demand, over the model's
 the first stage's input is sent along with the activations, so that each stage can trace its graph.
 
 [Note: the split]
-``torch.distributed.pipelining`` marks the split points, as for its own ``pipeline``. ``pipeline`` itself would rebuild
-the modules from the graph, which fails if the model turns off gradients or autocast for a part, as many do; and it
+``torch.distributed.pipelining`` marks the split points, as for its own ``pipeline``. ``pipeline`` itself rebuilds the
+modules from the graph, which fails if the model turns off gradients or autocast for a part, as Llama does; and it
 connects any two stages, whereas these stages are connected to their neighbors only. So ``graph_split`` splits the flat
 graph.
 """
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.rng import seeded
+from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.graph_split import StageGraph, split_graph
-from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of, varying, with_strides
+from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, with_strides
+from lightning_pipesync.methods.ea_pipe.split import ModelSplit
 from lightning_pipesync.methods.ea_pipe.torch_private import has_backward_hooks, noting_gradient_code
-from lightning_pipesync.methods.pipeline import Call
 
 #: The number of graphs of a model above which its input is assumed to vary without bound.
 MANY_GRAPHS = 32
@@ -54,39 +55,58 @@ class _Run:
     replaced: set[str] = field(default_factory=set)
 
 
-class Tracer:
-    """Traces the graphs of a model, see [Note: a graph for each shape].
+class TracedSplit(ModelSplit):
+    """The split of any model, with one layer per stage, by tracing its graphs, see [Note: a graph for each shape].
 
-    The second and later stages begin with the submodules ``names``, in the order in which they are called. ``seed``
-    seeds the random numbers that Python's control flow may use, the same on all ranks.
+    The second and later stages begin with the submodules that ``split`` names, in the order in which they are called.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device, seed: int) -> None:
-        self._model, self._names, self._device, self._seed = model, tuple(names), device, seed
+    def __init__(self, model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
+        super().__init__(num_stages)
+        name, names = type(model).__name__, config.split_names or ()
+        if config.algorithm in SYNCHRONOUS:
+            raise ValueError(
+                f"algorithm={config.algorithm!r} takes the layers of an nn.Sequential, and {name} would have to be "
+                "traced: make it one, without names in split=, or choose another algorithm."
+            )
+        if not names and num_stages > 1:
+            raise ValueError(
+                f"{name} is not an nn.Sequential, and split={config.split!r} does not say where to divide it: set "
+                "split= to the names of the submodules with which the later stages begin."
+            )
+        if len(names) != num_stages - 1:
+            raise ValueError(
+                f"split={names!r} must name the submodules with which the stages after the first begin, "
+                f"{num_stages - 1} of them."
+            )
+        self.layers = []
+        self._model, self._names, self._device = model, names, device
+        self._seed = config.seed  # of the random numbers that Python's control flow may use, the same on all ranks
         self._graphs: dict[Any, _Traced] = {}
-        self._inputs: list[Layout] = []
         self._owners: dict[int, int] = {}
         for name in names:
             _check_name(model, name)
 
-    def stages(self, inputs: Layout) -> list[tuple[str, nn.Module]]:
-        """Returns the stages by name, traced in training and in evaluation mode with the input of the first mini-batch.
+    def inspect(self, source: Callable[[], Any]) -> Layout:
+        return input_of(source())[0]
+
+    def choose(self, inspected: Layout) -> list[int]:
+        """Traces the stages in training and in evaluation mode, with the input of the first mini-batch.
 
         The last stage has the parameters and buffers that no graph uses.
         """
         self._model.to(self._device)
-        graphs = [self.graph(inputs)]
+        graphs = [self.graph(inspected)]
         with _restored(self._model):
             self._model.train(not self._model.training)
             try:
-                graphs.append(self.graph(inputs))
+                graphs.append(self.graph(inspected))
             except ValueError as error:
                 mode = "training" if self._model.training else "evaluation"
                 raise ValueError(
                     f"{error} It is traced in training and in evaluation with the arguments of the first call, and "
                     f"this is {mode}: if it is called with other arguments there, {SAME_CALL}."
                 ) from error
-        found: list[tuple[str, nn.Module]] = []
         last = len(self._names)
         used = [set().union(*(_used(graph.stage_graphs[stage]) for graph in graphs)) for stage in range(last + 1)]
         used[last] |= set(map(id, _tensors_of(self._model).values())) - set().union(*used)
@@ -96,8 +116,8 @@ class Tracer:
             begin = f"from {self._names[stage - 1]}" if stage else ""
             end = f"before {self._names[stage]}" if stage < last else ""
             name = " to ".join(filter(None, [begin, end])) or "all"
-            found.append((name, TracedStage(self, stage, stage == last, tensors)))
-        return found
+            self.layers.append((name, TracedStage(self, stage, stage == last, tensors)))
+        return list(range(1, len(self.layers)))
 
     def graph(self, inputs: Layout) -> _Traced:
         """Returns the graphs for ``inputs``, in the current training mode of the model's modules."""
@@ -107,13 +127,11 @@ class Tracer:
         if key not in self._graphs:
             with torch.inference_mode(False), torch.enable_grad():
                 self._graphs[key] = self._checked(self._trace(inputs))
-            self._inputs.append(inputs)
             if len(self._graphs) == MANY_GRAPHS + 1:
-                these = ", ".join(varying(self._inputs)) or "the containers"
                 warnings.warn(
                     f"There are more than {MANY_GRAPHS} graphs of {type(self._model).__name__}, each of which takes "
-                    f"time and memory, since these vary: {these}. Pad tensors to a few shapes, and pass numbers that "
-                    "vary as tensors.",
+                    "time and memory, since its input varies: pad tensors to a few shapes, and pass numbers that vary "
+                    "as tensors.",
                     stacklevel=2,
                 )
         return self._graphs[key]
@@ -198,9 +216,9 @@ class TracedStage(nn.Module):
     later stages need.
     """
 
-    def __init__(self, tracer: Tracer, stage: int, is_last: bool, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, split: TracedSplit, stage: int, is_last: bool, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        self._tracer, self._stage, self._is_last = tracer, stage, is_last
+        self._split, self._stage, self._is_last = split, stage, is_last
         for name, tensor in tensors.items():
             name = f"model/{name.replace('.', '/')}"  # a name of a tensor must not have dots
             if isinstance(tensor, nn.Parameter):
@@ -210,7 +228,7 @@ class TracedStage(nn.Module):
 
     def forward(self, value: Any) -> Any:
         inputs, values = value if self._stage else input_of(value)
-        graph = self._tracer.graph(inputs)
+        graph = self._split.graph(inputs)
         stage_graph = graph.stage_graphs[self._stage]
         results = stage_graph.run(*map(with_strides, values, stage_graph.strides))
         if self._is_last:

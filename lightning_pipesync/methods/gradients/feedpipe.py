@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.marks import Version, versions_of, written_since
+from lightning_pipesync.core.fingerprints import Version, versions_of, written_since
 from lightning_pipesync.core.parameters import modules_with_parameters, parameters_needed_by
 from lightning_pipesync.methods.module_hook import ModuleHook
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
-from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
 from lightning_pipesync.methods.method import MetricInfo, counted
 from lightning_pipesync.methods.replicas.elastic import check_force, force_of
 from lightning_pipesync.methods.replicas.groups import replicas_of
@@ -53,7 +52,6 @@ class LocalSGD(ElasticReplicaMethod):
 
     name = "local_sgd"
     config_type = LocalSGDConfig
-    lab = LocalSGDLab
     metric_infos = MappingProxyType(
         {
             "rounds": MetricInfo("rounds so far, in each of which all weights were averaged", over_ranks="same"),

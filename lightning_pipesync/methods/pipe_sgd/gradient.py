@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.norm import SquaredNorm
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, SquaredNorm
 from lightning_pipesync.core.sharding import copies_of, count_copies
 from lightning_pipesync.core.torch_private import foreach_mul_
 from lightning_pipesync.methods.gradients.bucket import GradientBucket, GradientBuckets

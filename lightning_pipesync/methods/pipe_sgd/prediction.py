@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.dtensors import LocalShard, give_values
-from lightning_pipesync.core.marks import Version, versions_of, written_since
+from lightning_pipesync.core.fingerprints import Version, versions_of, written_since
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
 

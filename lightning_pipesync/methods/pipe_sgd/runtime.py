@@ -19,7 +19,6 @@ from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, count
 from lightning_pipesync.methods.module_hook import EagerHook, ModuleHook
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_new_parameters
-from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights
 from lightning_pipesync.methods.settings import check_saved
@@ -55,7 +54,6 @@ class PipeSGD(SyncMethod):
 
     name = "pipe_sgd"
     config_type = PipeSGDConfig
-    lab = PipeSGDLab
     same_weights = True
 
     metric_infos = MappingProxyType(

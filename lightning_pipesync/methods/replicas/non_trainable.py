@@ -13,7 +13,7 @@ from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
-from lightning_pipesync.core.marks import can_be_averaged, marks_of
+from lightning_pipesync.core.fingerprints import can_be_averaged, marks_of
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.tensors import average_among, differing, restore_unwritten, to_cpu
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
-from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.parameters import SquaredNorm
 from lightning_pipesync.core.private_names import with_attributes
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.methods.hyperparameters import current, in_use

@@ -13,7 +13,7 @@ from lightning_pipesync.core.buckets import Bucket, shaped
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.torch_private import foreach_add_, foreach_copy_, foreach_lerp_
 from lightning_pipesync.methods.replicas.global_weights import GlobalWeights, MakeOptimizer
 from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_of

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.norm import SquaredNorm, norm_of_gradients
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, SquaredNorm, norm_of_gradients
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.replicas.flags import exchange_flags
 from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision

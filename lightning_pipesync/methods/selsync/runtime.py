@@ -16,7 +16,6 @@ from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.gradient_averaging import GradientAveraging
-from lightning_pipesync.methods.selsync.lab import SelSyncLab
 
 
 class SelSync(ReplicaMethod):
@@ -55,7 +54,6 @@ class SelSync(ReplicaMethod):
 
     name = "selsync"
     config_type = SelSyncConfig
-    lab = SelSyncLab
     metric_infos = MappingProxyType(
         {
             "lssr": MetricInfo("share of the steps so far that stayed local (Eq. 4)", over_ranks="same"),

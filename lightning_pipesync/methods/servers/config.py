@@ -9,8 +9,8 @@ from typing import Literal
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.wire import pickled
 from lightning_pipesync.core.dtensors import ELEMENTWISE
-from lightning_pipesync.core.plain import encode
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.servers.policies import Policy, policies
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
@@ -161,10 +161,6 @@ class ParameterServerConfig(Settings):
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
-    fetch_compression: Compression = "none"
-    """Codec of the weights that learners fetch, as differences to those that they have; the servers keep these for each
-    learner. A flush sends the weights as they are."""
-
     keep_log: bool = False
     """Whether rank 0 keeps the log of all updates, from which the run can be replayed."""
 
@@ -183,7 +179,7 @@ class ParameterServerConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        codec, fetch_codec = get_codec(self.compression), get_codec(self.fetch_compression, "fetch_compression")
+        codec = get_codec(self.compression)
         self._check_least(k=1, n=1, staleness_bound=0, n_push=1, n_fetch=1, period=1, overlap_steps=0, servers=1)
         self._check("distance_bound", 0 < self.distance_bound < math.inf, "a positive number")
         self._check("elastic_force", self.elastic_force == "auto" or 0 < self.elastic_force < 1, "'auto' or in (0, 1)")
@@ -202,19 +198,16 @@ class ParameterServerConfig(Settings):
                 f"and policy={self.policy!r}: set one of them, or independent_shards=False."
             )
         moves = self.policy in ("downpour", "easgd", "diloco")
-        keeps_fetched = self.policy == "diloco"  # what its learners have fetched, beside their own weights
         of_one_version = f"is for weights of one version, and with independent_shards={self.independent_shards} shards"
         apart = f"{of_one_version} have versions of their own"
         learners = f"and with policy={self.policy!r} learners"
         at_servers = f"is for gradients at weights of the servers, {learners} compute them at their own"
-        fetched = f"is for weights that learners keep until the next fetch, {learners} change theirs"
         pushed = f"is for gradients, {learners} push weights"
         for name, is_refused, why in (
             ("delay_compensation", moves and self.delay_compensation != "none", at_servers),
             ("delay_compensation", self.independent_shards and self.delay_compensation == "momentum", apart),
             ("staleness_lr", moves and self.staleness_lr == "distance", at_servers),
             ("staleness_lr", self.independent_shards and self.staleness_lr == "distance", apart),
-            ("fetch_compression", moves and not keeps_fetched and not fetch_codec.lossless, fetched),
             ("compression", self.policy == "easgd" and not codec.lossless, pushed),
         ):
             if is_refused:
@@ -288,7 +281,7 @@ class ParameterServerConfig(Settings):
         for index, group in enumerate(current(optimizer)):
             for name, value in group.items():
                 try:
-                    encode(value, lambda tensor: 0)
+                    pickled(value)
                 except TypeError as error:
                     raise ValueError(
                         f"{name} of group {index} of {type(optimizer).__name__} is {value!r}, and cannot be sent to "

@@ -14,25 +14,24 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from lightning_pipesync.core.held_weights import HeldWeights, difference
+from lightning_pipesync.core.held_weights import difference
 from lightning_pipesync.data.work_queue import WorkQueue
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.messages import (
-    Batch,
+    Answer,
     BatchRequest,
     Decision,
-    Evicted,
-    FlushedBuffers,
+    Flushed,
     Gradient,
+    Push,
+    PushArrived,
     Refused,
     Request,
-    SameWeights,
     Update,
     UpdateSettings,
 )
@@ -46,7 +45,7 @@ class Coordinator:
     """Calls the sequencer with what arrives from ``learners``, and sends its decisions to ``followers`` in their order.
 
     Threads of the mail call its methods. ``num_reporting`` other servers report what arrives, see
-    [Note: incomplete gradients]. A period of grace takes ``grace_s`` seconds.
+    [Note: incomplete gradients].
     """
 
     def __init__(
@@ -55,22 +54,21 @@ class Coordinator:
         send: Callable[[int, Any], object],
         learners: Iterable[int],
         followers: Sequence[int],
-        keep_log: bool,
+        config: ParameterServerConfig,
         num_reporting: int = 0,
-        grace_s: float = 0.0,
     ) -> None:
-        self.log: list[Update] = []  # all updates so far, with ``keep_log``
-        self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
+        self.log: list[Update] = []  # all updates so far, with ``keep_log=True``
+        self._sequencer, self._send, self._followers, self._config = sequencer, send, followers, config
         self._queue = WorkQueue(learners)
-        self._num_resumed, self._early = 0, list[tuple[int, BatchRequest]]()  # what ranks ask that have resumed earlier
         self._lost: set[int] = set()
-        self._arrivals = _Arrivals(num_reporting)
-        self._buffers: dict[int, list[Tensor | None]] = {}  # of the learners that retire
-        self._reloading: set[int] = set()  # the ranks that retire because they have loaded weights or states
+        self._sent: defaultdict[int, deque[Gradient | Request]] = defaultdict(deque)  # by learner, not yet used
+        self._num_reporting = num_reporting
+        self._reports: Counter[Gradient] = Counter()  # the number of other servers that have it
         self._settings: dict[Gradient, UpdateSettings] = {}  # of the pushed gradients
+        self._reloading: set[int] = set()  # the ranks that retire because they have loaded weights or states
         self._same: set[int] = set()  # the ranks that got the same weights last, and are not lost
-        self._held: dict[int, HeldWeights] = {}  # by those of them that have told
-        self._grace_s, self._closed = grace_s, threading.Event()
+        self._flushed: dict[int, Flushed] = {}  # by those of them that have told what they have
+        self._closed = threading.Event()
         self._in_grace_after = -1  # the version that the latest period of grace follows
         self._lock = threading.Lock()
 
@@ -78,72 +76,51 @@ class Coordinator:
     def mean_staleness(self) -> float:
         return self._sequencer.staleness_lr.mean
 
-    def push(self, gradient: Gradient, settings: UpdateSettings) -> None:
-        """A gradient has arrived on this rank; it is ignored if its learner has just been lost."""
+    def deliver(self, rank: int, message: Push | PushArrived | Request | BatchRequest | Flushed) -> None:
+        """Takes what a rank has sent, or a server tells of it; ignored if that rank has just been lost."""
         with self._lock:
-            if gradient.rank not in self._lost:
-                self._settings[gradient] = settings
-                self._take(gradient.rank, gradient)
-
-    def arrived(self, gradient: Gradient) -> None:
-        """A gradient has arrived on another server."""
-        with self._lock:
-            if gradient.rank in self._lost:
-                self._decide([Decision(dropped=gradient)])
-                return
-            self._arrivals.parts[gradient] += 1
-            self._take(gradient.rank)
-
-    def request(self, rank: int, request: Request) -> None:
-        """A learner has sent a request; it is ignored if the learner has just been lost."""
-        with self._lock:
-            if rank not in self._lost:
-                self._take(rank, request)
-
-    def keep_buffers(self, rank: int, buffers: list[Tensor | None]) -> None:
-        """Keeps the buffers of a learner that retires next. When all have retired, all get the first one's."""
-        with self._lock:
-            if rank not in self._lost:
-                self._buffers[rank] = buffers
-
-    def compare_weights(self, held: HeldWeights) -> None:
-        """Compares what a rank holds, after all have retired, with the others, once all have told."""
-        with self._lock:
-            if held.rank not in self._lost:
-                self._held[held.rank] = held
-                self._compare_if_complete()
-
-    def hand_out(self, rank: int, ask: BatchRequest) -> None:
-        """Sends a learner the number of its next batch, once this rank knows what an earlier run has handed out."""
-        with self._lock:
-            if ask.num_resumed > self._num_resumed:
-                self._early.append((rank, ask))
-                return
-            if problem := self._queue.problem_of_resumption((ask.loader, ask.epoch), ask.num_batches):
-                with suppress(UserWarning):  # where warnings are errors
-                    warnings.warn(problem, stacklevel=2)
-            number = self._queue.take(rank, (ask.loader, ask.epoch), ask.num_batches, ask.to_each)
-        self._send(rank, Batch(number))
+            match message:
+                case PushArrived(gradient) if gradient.rank in self._lost:
+                    self._decide([Decision(dropped=gradient)])
+                case PushArrived(gradient):
+                    self._reports[gradient] += 1
+                    self._take(gradient.rank)
+                case _ if rank in self._lost:
+                    pass
+                case Push(gradient, settings):
+                    assert settings is not None
+                    self._settings[gradient] = settings
+                    self._take(rank, gradient)
+                case Request():
+                    self._take(rank, message)
+                case BatchRequest():
+                    self._hand_out(rank, message)
+                case Flushed():
+                    self._flushed[rank] = message
+                    self._answer_if_all_flushed()
 
     def forget_rank(self, rank: int) -> None:
         """Marks a rank as lost: no decision waits for it, and it is notified, as it may only be frozen."""
         with self._lock:
             self._lost.add(rank)
-            self._buffers.pop(rank, None)
             self._reloading.discard(rank)
             self._same.discard(rank)
-            self._held.pop(rank, None)
-            self._send(rank, Evicted())
-            incomplete = [Decision(dropped=gradient) for gradient in self._arrivals.forget_rank(rank)]
-            self._decide([*incomplete, *self._sequencer.lose(rank)])
-            self._compare_if_complete()
+            self._flushed.pop(rank, None)
+            self._send(rank, self._eviction_of(rank))
+            incomplete = {message for message in self._sent.pop(rank, ()) if isinstance(message, Gradient)}
+            incomplete |= {gradient for gradient in self._reports if gradient.rank == rank}
+            for gradient in incomplete:
+                self._reports.pop(gradient, None)
+            dropped = [Decision(dropped=gradient) for gradient in sorted(incomplete, key=lambda one: one.step)]
+            self._decide([*dropped, *self._sequencer.lose(rank)])
+            self._answer_if_all_flushed()
 
     def is_evicted(self, rank: int) -> bool:
         """Returns whether a rank counts as lost, and if so notifies it."""
         with self._lock:
             lost = rank in self._lost
         if lost:
-            self._send(rank, Evicted())
+            self._send(rank, self._eviction_of(rank))
         return lost
 
     def close(self) -> None:
@@ -160,66 +137,86 @@ class Coordinator:
             self._sequencer.version, self._in_grace_after = version, -1
             self._sequencer.staleness_lr.load_state_dict(state["staleness"])
             self._queue.load_state_dict(state["handed_out"])
-            self._num_resumed += 1
-            early, self._early = self._early, []
-        for rank, ask in early:
-            self.hand_out(rank, ask)
 
     def _take(self, rank: int, *messages: Gradient | Request) -> None:
-        """Calls the sequencer with what a learner has sent, as far as it is complete."""
-        for message in self._arrivals.in_order(rank, messages):
-            if isinstance(message, Gradient):
-                self._decide(self._sequencer.push(message))
-            elif message is Request.FETCH:
-                self._decide(self._sequencer.fetch(rank))
-            elif message in (Request.RETIRE, Request.RELOAD):
-                if message is Request.RELOAD:
-                    self._reloading.add(rank)
-                self._decide(self._sequencer.retire(rank))
-            else:
-                self._decide(self._sequencer.check(rank, finite=message is Request.STEP))
+        """Calls the sequencer with what a learner has sent, up to a gradient that some server does not have yet."""
+        sent = self._sent[rank]
+        sent.extend(messages)
+        while sent:
+            match sent[0]:
+                case Gradient() as gradient:
+                    if self._reports[gradient] < self._num_reporting:
+                        return
+                    del self._reports[gradient]
+                    decisions = self._sequencer.push(gradient)
+                case Request.FETCH:
+                    decisions = self._sequencer.fetch(rank)
+                case Request.STEP | Request.SKIP as request:
+                    decisions = self._sequencer.check(rank, finite=request is Request.STEP)
+                case Request.RETIRE | Request.RELOAD as request:
+                    if request is Request.RELOAD:
+                        self._reloading.add(rank)
+                    decisions = self._sequencer.retire(rank)
+            sent.popleft()
+            self._decide(decisions)
+
+    def _eviction_of(self, rank: int) -> Refused:
+        return Refused(
+            f"Rank {rank} was not heard of in time, and counts as lost (timeout_s={self._config.timeout_s:g}): the "
+            "others continue without it. End this process."
+        )
+
+    def _hand_out(self, rank: int, request: BatchRequest) -> None:
+        epoch = request.loader, request.epoch
+        if problem := self._queue.problem_of_resumption(epoch, request.num_batches):
+            with suppress(UserWarning):  # where warnings are errors
+                warnings.warn(problem, stacklevel=2)
+        number = self._queue.take(rank, epoch, request.num_batches, request.to_each)
+        self._send(rank, Answer("BatchRequest", number))
 
     def _decide(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
+            if decision.skip is not None:
+                for rank in decision.stepping:
+                    self._send(rank, Answer("Request", decision.skip))
+                continue
             if decision.dropped is not None:
                 self._settings.pop(decision.dropped, None)
             if (update := decision.update) is not None:
                 used = {gradient: self._settings.pop(gradient) for gradient in update.gradients}
                 newest = max(used, key=lambda gradient: (gradient.version, -gradient.rank))
                 decision = replace(decision, settings=used[newest])
-                if self._keep_log:
+                if self._config.keep_log:
                     self.log.append(update)
-            if decision.whole and self._refuse_partial_reload(decision.released):
-                continue
             if decision.whole:
+                if self._refuse_partial_reload(decision.released):
+                    continue
                 self._same = set(decision.released)
-            for rank in self._followers if decision.skip is None else decision.stepping:
+            for rank in self._followers:
                 if rank not in self._lost:
                     self._send(rank, decision)
-            if decision.whole and self._buffers:
-                for rank in decision.released:
-                    self._send(rank, FlushedBuffers(self._buffers[min(self._buffers)]))
-                self._buffers = {}
         version = self._sequencer.version
         if self._sequencer.in_grace and self._in_grace_after != version:
             self._in_grace_after = version
             threading.Thread(target=self._give_grace, args=(version,), name="pipesync-grace", daemon=True).start()
 
     def _give_grace(self, version: int) -> None:
-        """Has the update after a version made when the period of grace is over, unless it was made meanwhile."""
-        if self._closed.wait(self._grace_s):
+        """Makes the update after a version when the period of grace is over, unless it was made meanwhile."""
+        if self._closed.wait(self._config.grace_s):
             return
         with self._lock:
             if self._sequencer.in_grace and self._sequencer.version == version:
                 self._decide(self._sequencer.end_grace())
 
-    def _compare_if_complete(self) -> None:
-        if not self._held or self._held.keys() != self._same:
+    def _answer_if_all_flushed(self) -> None:
+        if not self._flushed or self._flushed.keys() != self._same:
             return
-        text = difference([self._held[rank] for rank in sorted(self._held)])
-        for rank in self._held:
-            self._send(rank, Refused(text) if text else SameWeights())
-        self._held = {}
+        of_ranks = [self._flushed[rank] for rank in sorted(self._flushed)]
+        text = difference([flushed.held for flushed in of_ranks])
+        buffers = next((flushed.buffers for flushed in of_ranks if flushed.buffers), [])
+        for rank in self._flushed:
+            self._send(rank, Refused(text) if text else Answer("Flushed", buffers))
+        self._flushed = {}
 
     def _refuse_partial_reload(self, ranks: Sequence[int]) -> bool:
         """Makes all ranks raise, and returns True, if some of those that have retired have loaded a state."""
@@ -234,32 +231,3 @@ class Coordinator:
         for rank in ranks:
             self._send(rank, Refused(message))
         return True
-
-
-class _Arrivals:
-    """Delivers what each learner sends in its order, see [Note: incomplete gradients]."""
-
-    def __init__(self, num_parts: int) -> None:
-        self._num_parts = num_parts
-        self._sent: defaultdict[int, deque[Gradient | Request]] = defaultdict(deque)  # by learner
-        self.parts: Counter[Gradient] = Counter()  # the number of other servers that have it
-
-    def in_order(self, rank: int, messages: Iterable[Gradient | Request]) -> Iterator[Gradient | Request]:
-        """Adds what a learner sends; yields what it has sent, up to a gradient that some server does not have yet."""
-        sent = self._sent[rank]
-        sent.extend(messages)
-        while sent:
-            message = sent[0]
-            if isinstance(message, Gradient):
-                if self.parts[message] < self._num_parts:
-                    return
-                del self.parts[message]
-            yield sent.popleft()
-
-    def forget_rank(self, rank: int) -> list[Gradient]:
-        """Forgets a learner that is lost; returns its gradients that only some servers have."""
-        incomplete = {message for message in self._sent.pop(rank, ()) if isinstance(message, Gradient)}
-        incomplete |= {gradient for gradient in self.parts if gradient.rank == rank}
-        for gradient in incomplete:
-            self.parts.pop(gradient, None)
-        return sorted(incomplete, key=lambda gradient: gradient.step)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.methods.hyperparameters import Hyperparameters
 
 
@@ -80,13 +81,13 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all servers do next; with policies that cancel passes, learners get it, too; a ``skip`` only learners."""
+    """What all servers do next; with policies that cancel passes, learners get it, too. They are told of a ``skip``."""
 
     update: Update | None = None  # made first
     dropped: Gradient | None = None  # no update uses it
     released: tuple[int, ...] = ()  # the learners that then get the weights
     ahead: float = 0.0  # the number of updates by which these weights are predicted
-    whole: bool = False  # all ranks get the same weights, which no codec changes
+    whole: bool = False  # all ranks have retired, and get the same weights
     skip: bool | None = None  # learners skip a step that they take together; None: it decides something else
     stepping: tuple[int, ...] = ()  # the learners that take that step; some may have retired before it
     settings: UpdateSettings | None = None  # of the update
@@ -123,13 +124,12 @@ class PushArrived:
 class WeightsMessage:
     """A server's shards of the weights of a version, or predicted from it by ``ahead`` updates.
 
-    ``values`` are the shards, or their encoded differences from those that the learner has; None: it has them.
+    ``values``: None if the learner has them.
     """
 
     version: int
     ahead: float
-    are_differences: bool = False
-    values: list[Tensor] | None = None
+    values: list[Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -143,62 +143,39 @@ class PartialSums:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A learner asks for a loader's next batch; ``num_resumed`` is how many times it has resumed from a saved state."""
+    """A learner asks for the number of a loader's next batch; the answer is None if there is no more."""
 
     loader: int
     epoch: int
     num_batches: int
     to_each: bool
-    num_resumed: int
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The number of the batch that was asked for; None: there is no more."""
+class Flushed:
+    """What a rank has when all have retired. The answer is the buffers of the first learner that has sent some."""
 
-    number: int | None
-
-
-@dataclass(frozen=True)
-class LearnerBuffers:
-    """What a learner sends before it retires: parameters that no optimizer has (None: unchanged), and buffers."""
-
-    values: list[Tensor | None]
-
-
-@dataclass(frozen=True)
-class FlushedBuffers:
-    """The first learner's buffers, which all ranks get once all learners have retired, see :class:`LearnerBuffers`."""
-
-    values: list[Tensor | None]
-
-
-@dataclass(frozen=True)
-class SameWeights:
-    """All ranks hold the same weights, by what each has told the coordinator at a flush."""
+    held: HeldWeights  # to be compared
+    buffers: list[Tensor | None]  # also parameters that no optimizer has; None: this rank has not changed them
 
 
 @dataclass(frozen=True)
 class StatesRequest:
-    """A rank asks a server for its part of an optimizer's state."""
+    """A rank asks a server for its part of an optimizer's state, by parameter name."""
 
     optimizer: int
 
 
 @dataclass(frozen=True)
-class States:
-    """A server's part of an optimizer's state, by parameter name."""
+class Answer:
+    """The answer to what a rank has asked, by the name of its type."""
 
-    values: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Evicted:
-    """The rank that gets this counts as lost; the others train without it."""
+    asked: str
+    value: Any
 
 
 @dataclass(frozen=True)
 class Refused:
-    """All ranks raise a RuntimeError with this message."""
+    """The rank that gets this raises a RuntimeError: it counts as lost, or what all ranks have done is refused."""
 
     message: str

@@ -88,9 +88,15 @@ class ServedOptimizers:
             send_away(optimizer, "The servers have")
 
     def _states_of(self, index: int) -> dict[Tensor, dict[str, Any]]:
+        """Returns the states of whole parameters; collective without ``ask_servers``."""
         buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
         if self._ask_servers is None:
-            states = self._of_all_servers(self._part(index), buckets)
+            places = [
+                {name: place for bucket in buckets for name, place in bucket.slices(rank).items()}
+                for rank in range(self._num_servers)
+            ]
+            nothing: list[dict[str, slice]] = [{}] * (self._transport.world_size - self._num_servers)
+            states = gather_states(self._part(index), [*places, *nothing], self._transport)
         else:
             states = _joined(self._ask_servers(index))
         return {
@@ -105,18 +111,6 @@ class ServedOptimizers:
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
         return {name: state for shard in shards for name, state in shard.update.states().items()}
 
-    def _of_all_servers(
-        self, part: Mapping[str, dict[str, Any]], buckets: Sequence[SharedBucket]
-    ) -> dict[str, dict[str, Any]]:
-        """Returns states of whole parameters by name, from this server's part; a collective call."""
-        world_size = self._transport.world_size
-        of_server = [
-            {name: place for bucket in buckets for name, place in bucket.slices(server).items()}
-            for server in range(self._num_servers)
-        ]
-        slices: list[dict[str, slice]] = [*of_server, *({} for _ in range(world_size - self._num_servers))]
-        return gather_states(part, slices, self._transport)
-
 
 def _on_host(value: Tensor) -> Tensor:
     """Returns a copy of a state's values; that of a counter stays on its device, as fused optimizers need it."""
@@ -124,16 +118,15 @@ def _on_host(value: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Returns states of whole parameters, from those of each server's slices of them."""
+    """Returns states of whole parameters, from those of each server's slices of them; a counter is the same in all."""
     states: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, state in part.items():
-            before = states.setdefault(name, state)
-            if before is not state:
-                states[name] = {kind: _concatenated(before[kind], value) for kind, value in state.items()}
+            before = states.get(name, {})
+            states[name] = {
+                kind: torch.cat([before[kind], value])
+                if before and isinstance(value, Tensor) and value.dim()
+                else value
+                for kind, value in state.items()
+            }
     return states
-
-
-def _concatenated(before: Any, value: Any) -> Any:
-    """Returns the values of two neighbouring slices; a counter is the same for both."""
-    return torch.cat([before, value]) if isinstance(value, Tensor) and value.dim() else value

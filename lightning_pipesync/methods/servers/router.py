@@ -5,30 +5,23 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.held_weights import HeldWeights
 from lightning_pipesync.methods.servers.config import Roles
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.messages import (
-    Batch,
+    Answer,
     BatchRequest,
     Decision,
-    Evicted,
-    FlushedBuffers,
-    LearnerBuffers,
+    Flushed,
     PartialSums,
     Push,
     PushArrived,
     Refused,
     Request,
-    SameWeights,
-    States,
     StatesRequest,
     WeightsMessage,
 )
@@ -36,8 +29,6 @@ from lightning_pipesync.methods.servers.server import Server
 
 #: How many timeouts an answer may take where training survives a loss: one rank may be lost after the other.
 LOSSES = 3
-
-T = TypeVar("T")
 
 
 class MessageRouter:
@@ -47,13 +38,12 @@ class MessageRouter:
         self.num_servers, self._survives_loss = roles.num_servers, roles.survives_loss
         self.coordinators = roles.coordinators
         self.newest = 0  # version of the weights that this rank knows of
-        self.num_resumed = 0  # how many times this rank has resumed from a saved state
         self._rank, self._transport, self._timeout_s = transport.rank, transport, timeout_s
         transport.watch.survives_loss = roles.survives_loss
         self._learners = set(roles.learners)  # that have neither ended nor are lost
         self._ended: set[int] = set()  # in order, without whom the others go on
         self._is_patient = self._rank not in self._learners  # a rank that only serves waits while others train
-        self._answers: defaultdict[type, deque[tuple[int, Any]]] = defaultdict(deque)  # by type, with their senders
+        self._answers: defaultdict[str, deque[tuple[int, Any]]] = defaultdict(deque)  # by what was asked, with ranks
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._mail = transport.mail()
@@ -75,38 +65,21 @@ class MessageRouter:
         for rank in self.coordinators:
             self.send(rank, request)
 
+    def ask(self, message: Any, what: str, ranks: Sequence[int] = (COORDINATOR,)) -> list[Any]:
+        """Sends a message to ranks; returns the value of each one's :class:`Answer`; ``what`` is theirs, in errors."""
+        for rank in ranks:
+            self.send(rank, message)
+        values = self._await(type(message).__name__, what, len(ranks))
+        return [values[rank] for rank in ranks]
+
     def await_weights(self, what: str = "the weights of the parameter servers") -> dict[int, WeightsMessage]:
-        """Returns the requested weights by server; ``what`` describes them in errors."""
-        return dict(self._await(WeightsMessage, what, self.num_servers))
+        """Returns the requested weights by server."""
+        return self._await("weights", what, self.num_servers)
 
     def next_batch(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of a loader's next batch; None at the end of the epoch."""
-        self.send(COORDINATOR, BatchRequest(loader, epoch, num_batches, to_each, self.num_resumed))
-        [(_, batch)] = self._await(Batch, "the next batch")
-        return batch.number
-
-    def skips(self, finite: bool) -> bool:
-        """Returns whether all learners skip a step that they take together: some gradient is not finite."""
-        self.request(Request.STEP if finite else Request.SKIP)
-        [(_, decision)] = self._await(Decision, "the gradients of all ranks")
-        return bool(decision.skip)
-
-    def flushed_buffers(self) -> list[Tensor | None]:
-        """Returns the first learner's buffers, once all learners have retired, see :class:`LearnerBuffers`."""
-        [(_, buffers)] = self._await(FlushedBuffers, "the buffers of the first learner")
-        return buffers.values
-
-    def compare_weights(self, held: HeldWeights) -> None:
-        """Tells the coordinator what this rank holds, after all have retired; blocks until all hold the same."""
-        self.send(COORDINATOR, held)
-        self._await(SameWeights, "all ranks to compare their weights")
-
-    def states_of(self, optimizer: int) -> list[dict[str, Any]]:
-        """Returns each server's part of an optimizer's state, by parameter name; not a collective call."""
-        for server in range(self.num_servers):
-            self.send(server, StatesRequest(optimizer))
-        parts = dict(self._await(States, "the states of the parameter servers' optimizers", self.num_servers))
-        return [parts[server].values for server in range(self.num_servers)]
+        [number] = self.ask(BatchRequest(loader, epoch, num_batches, to_each), "the next batch")
+        return number
 
     def check(self) -> None:
         """Raises the error that has ended training, if any."""
@@ -119,12 +92,12 @@ class MessageRouter:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _await(self, kind: type[T], what: str, number: int = 1) -> list[tuple[int, T]]:
-        """Waits for ``number`` answers of a type; returns them with their senders."""
+    def _await(self, asked: str, what: str, number: int) -> dict[int, Any]:
+        """Waits for ``number`` answers of different ranks; returns them by rank."""
         watch, timeout_s = self._transport.watch, self._timeout_s * (LOSSES if self._survives_loss else 1)
 
         def has_ended() -> bool:
-            return self._error is not None or len(self._answers[kind]) >= number
+            return self._error is not None or len(self._answers[asked]) >= number
 
         with self._transport.traffic.waiting("weights"), watch.waiting(what), self._changed:
             self._changed.wait_for(lambda: not self._is_patient or has_ended())
@@ -132,62 +105,44 @@ class MessageRouter:
         self.check()
         if not in_time:
             raise watch.failed_wait(what, None, RuntimeError(f"nothing for {timeout_s:g} s"))
-        return [self._answers[kind].popleft() for _ in range(number)]
+        return dict(self._answers[asked].popleft() for _ in range(number))
 
     # --- what arrives; threads of the mail call these ---------------------------------------------------------------
 
     def _deliver(self, rank: int, message: Any) -> None:
         server, coordinator = self._server, self._coordinator
         match message:
-            case Push() | Request() | LearnerBuffers() | HeldWeights() | BatchRequest() if coordinator.is_evicted(rank):
+            case Push() | Request() | Flushed() | BatchRequest() if coordinator.is_evicted(rank):
                 pass
             case Push(gradient, settings):
                 assert server is not None
                 server.push(message)
                 if settings is not None:
-                    coordinator.push(gradient, settings)
+                    coordinator.deliver(rank, message)
                 elif self._survives_loss:  # the coordinator waits for it
                     self.send(COORDINATOR, PushArrived(gradient))
-            case Request():
-                coordinator.request(rank, message)
-            case PushArrived(gradient):
-                coordinator.arrived(gradient)
-            case BatchRequest():
-                coordinator.hand_out(rank, message)
-            case LearnerBuffers(values):
-                coordinator.keep_buffers(rank, values)
-            case HeldWeights():
-                coordinator.compare_weights(message)
+            case PushArrived() | Request() | Flushed() | BatchRequest():
+                coordinator.deliver(rank, message)
             case StatesRequest(optimizer):
-                self.send(rank, States(self._part(optimizer)))
+                self.send(rank, Answer("StatesRequest", self._part(optimizer)))
             case PartialSums():
                 assert server is not None
                 server.add_sums(rank, message)
-            case Decision():
-                self._follow(rank, message)
-            case Evicted():
-                self.fail(
-                    RuntimeError(
-                        f"Rank {self._rank} was not heard of in time, and counts as lost "
-                        f"(timeout_s={self._timeout_s:g}): the others continue without it. End this process."
-                    )
-                )
+            case Decision(update):
+                if update is not None:
+                    self.newest = max(self.newest, update.version)
+                if server is not None:
+                    server.follow(message)
             case Refused(text):
                 self.fail(RuntimeError(text))
-            case _:
-                self._answer(rank, message)
+            case WeightsMessage():
+                self._take_answer("weights", rank, message)
+            case Answer(asked, value):
+                self._take_answer(asked, rank, value)
 
-    def _follow(self, rank: int, decision: Decision) -> None:
-        if decision.update is not None:
-            self.newest = max(self.newest, decision.update.version)
-        if decision.skip is not None:
-            self._answer(rank, decision)
-        elif self._server is not None:
-            self._server.follow(decision)
-
-    def _answer(self, rank: int, message: Any) -> None:
+    def _take_answer(self, asked: str, rank: int, value: Any) -> None:
         with self._changed:
-            self._answers[type(message)].append((rank, message))
+            self._answers[asked].append((rank, value))
             self._changed.notify_all()
 
     def _lose(self, rank: int, error: Exception) -> None:

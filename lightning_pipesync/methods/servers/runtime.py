@@ -12,24 +12,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.buckets import buffer_reader, dense_strides, restore_memory_format
+from lightning_pipesync.core.buckets import buffer_reader, dense_strides, of_one_kind, restore_memory_format
+from lightning_pipesync.core.fingerprints import marks_of, versions_of, written_since
 from lightning_pipesync.core.held_weights import HeldWeights
-from lightning_pipesync.core.marks import marks_of, versions_of, written_since
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted, parameters_of
 from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
-from lightning_pipesync.methods.servers.lab import ParameterServerLab
-from lightning_pipesync.methods.servers.learners import Learner
-from lightning_pipesync.methods.servers.local_learners import LEARNERS
-from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
+from lightning_pipesync.methods.servers.learners import LEARNERS, Learner
+from lightning_pipesync.methods.servers.messages import Flushed, Request, StatesRequest, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
 from lightning_pipesync.methods.servers.policies import Sequencer
 from lightning_pipesync.methods.servers.router import MessageRouter
 from lightning_pipesync.methods.servers.server import CenterServer, Server
-from lightning_pipesync.methods.servers.shards import ServedShard, shared_buckets
+from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -68,7 +66,6 @@ class ParameterServer(SyncMethod):
     applies_grad = False  # the servers clip the mean
     name = "parameter_server"
     config_type = ParameterServerConfig
-    lab = ParameterServerLab
     metric_infos = MappingProxyType(
         {
             "updates": MetricInfo("updates that a rank's weights include", over_ranks="max"),
@@ -86,11 +83,12 @@ class ParameterServer(SyncMethod):
         transport, config, kind = self.transport, self.config, self._learner_type
         self._roles = roles = config.roles(transport.world_size)
         self.only_serves = transport.rank not in roles.learners
-        self._served = [(parameter.name, parameter.tensor) for parameter in parameters if parameter.group]
+        trained = [parameter for parameter in parameters if parameter.group]
+        self._served = [(parameter.name, parameter.tensor) for parameter in trained]
         self._strides = [dense_strides(tensor) for _, tensor in self._served]  # what servers hold is in this order
         self._others = [parameter.tensor for parameter in parameters if not parameter.group]  # as those of a teacher
         self._marks = marks_of(self._others)
-        self._buckets = shared_buckets(parameters, roles.num_servers, config)
+        self._buckets = [SharedBucket(kind, roles.num_servers, config) for kind in of_one_kind(trained)]
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self._at_detach(router.close)
         self.data.ask = router.next_batch
@@ -98,7 +96,8 @@ class ParameterServer(SyncMethod):
         self._learner.after_fetch = self._note_weights
         self._weights_loaded = False
         self._loaded_optimizers: list[Optimizer] = []
-        self._remove_at_detach(self._learner.hook(self._module, parameters, lambda: self.syncing))
+        if roles.policy.cancels:
+            self._remove_at_detach(self._learner.hook(self._module, parameters, lambda: self.syncing))
         self._serve()
         self._note_weights()
         served = modules_with(self._module, [tensor for _, tensor in self._served])
@@ -114,7 +113,8 @@ class ParameterServer(SyncMethod):
             for bucket in (self._buckets if transport.rank < num_servers else ())
         ]
         served = () if self._learner.keeps_replica else optimizers
-        ask = router.states_of if roles.survives_loss else None
+        servers, what = range(num_servers), "the states of the parameter servers' optimizers"
+        ask = (lambda index: router.ask(StatesRequest(index), what, servers)) if roles.survives_loss else None
         self._states = ServedOptimizers(served, self._buckets, shards, num_servers, transport, ask)
         self._at_detach(lambda _: self._states.bring_back())
         self._server: Server | None = None
@@ -128,9 +128,7 @@ class ParameterServer(SyncMethod):
         reporting = num_servers - 1 if roles.survives_loss else 0
         if config.independent_shards:  # each server is its own coordinator
             followers, reporting = everyone[transport.rank : transport.rank + 1], 0
-        self._coordinator = Coordinator(
-            sequencer, router.send, roles.learners, followers, config.keep_log, reporting, config.grace_s
-        )
+        self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config, reporting)
         self._at_detach(lambda _: self._coordinator.close())
         router.start(self._coordinator, self._server, self._states.kept)
 
@@ -168,7 +166,9 @@ class ParameterServer(SyncMethod):
         if loss_scale is None or not self._roles.policy.together:
             return False
         gradients = [p.grad for p in parameters_of(self.optimizers[index]) if p.grad is not None]
-        return self._router.skips(finite=all(bool(torch.isfinite(grad).all()) for grad in gradients))
+        finite = all(bool(torch.isfinite(grad).all()) for grad in gradients)
+        [skips] = self._router.ask(Request.STEP if finite else Request.SKIP, "the gradients of all ranks")
+        return bool(skips)
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         self._router.check()
@@ -230,7 +230,7 @@ class ParameterServer(SyncMethod):
 
     @property
     def trains_written_weights(self) -> bool:
-        return False  # the servers have the weights
+        return self._roles.policy.together  # otherwise each learner has weights of its own age
 
     @property
     def same_optimizer_states(self) -> bool:
@@ -256,20 +256,19 @@ class ParameterServer(SyncMethod):
         self._take_changes()
         if not self.flushed:
             self._learner.keep_replica()
-        buffers = self._shared_tensors()
-        shared = [*self._others, *buffers]
-        # Any learner may be lost before it has sent its buffers.
-        learners = self._roles.learners if self._roles.survives_loss else self._roles.learners[:1]
-        if shared and self.transport.rank in learners:
-            marked = zip(self._others, marks_of(self._others), self._marks, strict=True)
-            changed = [tensor.cpu().clone() if now != then else None for tensor, now, then in marked]
-            self._router.send(COORDINATOR, LearnerBuffers([*changed, *(buffer.cpu().clone() for buffer in buffers)]))
         self._learner.retire()
-        for tensor, value in zip(shared, self._router.flushed_buffers() if shared else (), strict=True):
+        # Not by a collective: where training survives a loss, a rank may be lost at any time, also the first learner.
+        learners = self._roles.learners if self._roles.survives_loss else self._roles.learners[:1]
+        buffers, own = self._shared_tensors(), list[Tensor | None]()
+        if self.transport.rank in learners:
+            marked = zip(self._others, marks_of(self._others), self._marks, strict=True)
+            own = [tensor.cpu().clone() if now != then else None for tensor, now, then in marked]
+            own += [buffer.cpu().clone() for buffer in buffers]
+        held = HeldWeights.of_this_process(self.transport.rank, self._served)
+        [shared] = self._router.ask(Flushed(held, own), "all ranks to compare their weights")
+        for tensor, value in zip([*self._others, *buffers], shared, strict=True):
             if value is not None:
                 tensor.copy_(value)
-        # Not by a collective: where training survives a loss, a rank may be lost at any time.
-        self._router.compare_weights(HeldWeights.of_this_process(self.transport.rank, self._served))
         self._note_weights()
         self.flushed = True
 
@@ -285,6 +284,7 @@ class ParameterServer(SyncMethod):
         self._take_written()
         if self._loaded:
             self._reload()
+            self._learner.begin_from_flushed()
 
     def _note_weights(self) -> None:
         self._versions = versions_of([tensor for _, tensor in self._served])
@@ -333,7 +333,6 @@ class ParameterServer(SyncMethod):
         if self._server is not None:
             self._server.reload(lambda: self._states.read_loaded(weights, optimizers))
         self._learner.retire()  # waits until all servers have read
-        self._learner.begin_from_loaded()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -379,21 +378,20 @@ class ParameterServer(SyncMethod):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded.
 
-        A collective call with ``policy="easgd"`` and ``"diloco"``.
+        A collective call.
         """
         self._learner.load_state_dict(state)
         versions = self._learner.versions
         version = versions[self.transport.rank] if self._server is not None else max(versions)
         self._router.newest = max(versions)
-        self._router.num_resumed += 1
         self._coordinator.load_state_dict(state["coordinator"], version)
         if self._server is not None:
             self._server.version = version
         self._weights_loaded = True  # and residuals are those of these weights
         if self._learner.outer is not None and "outer" in state:
             load_optimizer_state(self._learner.outer, state["outer"])
-        if self._learner.owns_optimizer:
-            self._reload()  # what it pushes next is of weights that it has
+        self._reload()
+        self._learner.restore_replica()
 
     @property
     def _clips_own(self) -> bool:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.handle import Worker
 from lightning_pipesync.core.comm.mail import Letter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
-from lightning_pipesync.methods.servers.learner_copies import LearnerCopies
 from lightning_pipesync.methods.servers.messages import (
     Decision,
     Gradient,
@@ -36,7 +35,8 @@ Key = tuple[int, int]
 class Server:
     """Follows the coordinator's decisions, one after the other, on a thread and, on CUDA, on a stream of its own.
 
-    It calls ``before_flush`` before all ranks get the same weights, and does nothing more after a call of ``fail``.
+    It calls ``before_flush`` before all ranks get the same weights, and does nothing more after a call of ``fail``. For
+    DC-ASGD (Algorithm 2, w_bak) and the distance rule it keeps the weights that gradients are computed at.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class Server:
         self._sums: dict[tuple[int, str], dict[int, Tensor]] = {}  # by version and kind, the parts by server
         self._compensates = config.delay_compensation == "dc_asgd"
         self._distance_bound = config.distance_bound if config.staleness_lr == "distance" else None
-        self._fetch_codec = get_codec(config.fetch_compression)
+        self._keeps_fetched = self._compensates or self._distance_bound is not None
         self._num_optimizers = len({shard.bucket.group[0] for shard in shards})
+        self._newest: Letter | None = None  # with the newest weights, for all learners that need them
         self._arrived = threading.Condition()
         self._ended = False
         self._device = self._shards[0].values.device
@@ -65,7 +66,7 @@ class Server:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         if self._stream is not None:  # the shards were made on the caller's
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._submit(self._forget_copies)
+        self._submit(self._forget_fetched)
 
     def push(self, push: Push) -> None:
         key = (push.gradient.rank, push.gradient.step)
@@ -93,7 +94,7 @@ class Server:
             if self._stream is not None and loaded is not None:
                 self._stream.wait_event(loaded)
             read()
-            self._forget_copies()
+            self._forget_fetched()
 
         self._submit(reload)
 
@@ -139,10 +140,19 @@ class Server:
             self._send(rank, self._weights_for(rank, decision))
 
     def _weights_for(self, rank: int, decision: Decision) -> WeightsMessage | Letter:
-        ahead = decision.ahead / self._num_optimizers
-        return self._copies.message_for(
-            rank, self.version, decision, lambda: [shard.ahead(ahead) for shard in self._shards]
-        )
+        """Returns the message to a released learner; nothing is sent twice."""
+        has = self._fetched_last.get(rank)
+        # Weights that were predicted from the same version are not predicted again.
+        if has is not None and (has.version, bool(has.ahead)) == (self.version, bool(decision.ahead)):
+            return has
+        newest = self._newest
+        if newest is None or (newest.message.version, newest.message.ahead) != (self.version, decision.ahead):
+            values = [shard.ahead(decision.ahead / self._num_optimizers) for shard in self._shards]
+            newest = self._newest = Letter(WeightsMessage(self.version, decision.ahead, values))
+        if self._keeps_fetched:
+            self._fetched.setdefault(rank, {})[self.version, decision.ahead] = newest.message.values
+        self._fetched_last[rank] = replace(newest.message, values=None)
+        return newest
 
     def _drop(self, gradient: Gradient) -> None:
         key = (gradient.rank, gradient.step)
@@ -155,8 +165,8 @@ class Server:
         shards = [self._shards[i] for i in numbers]
         weights, lr_factor = update.weights, update.lr_factor
         computed_at: list[list[Tensor]] = []  # for each shard, what each gradient was computed at
-        if self._compensates or self._distance_bound is not None:
-            fetched = [self._copies.computed_at(gradient) for gradient in update.gradients]
+        if self._keeps_fetched:
+            fetched = [self._weights_of(gradient) for gradient in update.gradients]
             computed_at = [[values[i] for values in fetched] for i in numbers]
         if self._distance_bound is not None:
             weights, lr_factor = self._by_distance(update, shards, computed_at, self._distance_bound)
@@ -171,6 +181,13 @@ class Server:
                 hyperparameters = {**hyperparameters, "lr": hyperparameters["lr"] * lr_factor}
             present = [any(of_parameter) for of_parameter in zip(*(push.present[i] for push in pushed), strict=True)]
             shard.step(present, hyperparameters)
+
+    def _weights_of(self, gradient: Gradient) -> list[Tensor]:
+        """Returns the weights at which a gradient was computed; drops older ones of its learner."""
+        fetched = self._fetched.setdefault(gradient.rank, {})
+        for older in [key for key in fetched if key[0] < gradient.version]:
+            del fetched[older]
+        return fetched.get((gradient.version, gradient.ahead), self._first)
 
     def _by_distance(
         self, update: Update, shards: Sequence[ServedShard], computed_at: Sequence[Sequence[Tensor]], bound: float
@@ -215,9 +232,12 @@ class Server:
         if self._ended:
             raise RuntimeError("The server is closed.")
 
-    def _forget_copies(self) -> None:
-        keeps_fetched = self._compensates or self._distance_bound is not None
-        self._copies = LearnerCopies([shard.values for shard in self._shards], self._fetch_codec, keeps_fetched)
+    def _forget_fetched(self) -> None:
+        """Begins with the weights that all learners have now."""
+        self._first = [shard.values.clone() for shard in self._shards] if self._keeps_fetched else []
+        self._newest = None
+        self._fetched_last: dict[int, WeightsMessage] = {}  # by learner, without values
+        self._fetched: dict[int, dict[tuple[int, float], list[Tensor]]] = {}  # by learner, version, and updates ahead
 
 
 class CenterServer(Server):
@@ -236,5 +256,5 @@ class CenterServer(Server):
     def _weights_for(self, rank: int, decision: Decision) -> WeightsMessage | Letter:
         if rank not in self._pulls:
             return super()._weights_for(rank, decision)
-        self._copies.forget_last(rank)
-        return WeightsMessage(self.version, 0.0, values=self._pulls.pop(rank))
+        self._fetched_last.pop(rank, None)
+        return WeightsMessage(self.version, 0.0, self._pulls.pop(rank))

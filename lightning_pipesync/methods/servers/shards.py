@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Bucket, flattened, of_one_kind, shard_of, shard_slice
+from lightning_pipesync.core.buckets import Bucket, flattened, shaped, shard_of, shard_slice
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import encode_with_feedback
@@ -29,21 +29,16 @@ class SharedBucket:
         assert members[0].group is not None
         self.members, self.group = list(members), members[0].group
         self._num_servers = num_servers
-        self._codec, self._fetch_codec = get_codec(config.compression), get_codec(config.fetch_compression)
+        self._codec = get_codec(config.compression)
         self._tensors = [member.tensor for member in members]
         self._gradients, self._values = Bucket(self._tensors), Bucket(self._tensors)
+        self.packed = self._gradients.flat  # the packed gradients: 1-D, with padding
         self._values.pack(self._tensors)  # what all ranks have at first
         self.places = {m.name: place for m, place in zip(members, self._gradients.places, strict=True)}
         self.residual: Tensor | None = None  # of the error feedback, by element of the buffer
         self._idle: Tensor | None = None  # True for values of parameters without a gradient
         if config.uses_error_feedback:
-            flat = self._gradients.flat
-            self.residual = torch.zeros_like(flat, dtype=accumulation_dtype(flat.dtype))
-
-    @property
-    def packed(self) -> Tensor:
-        """The packed gradients: 1-D, with padding."""
-        return self._gradients.flat
+            self.residual = torch.zeros_like(self.packed, dtype=accumulation_dtype(self.packed.dtype))
 
     def pack(self) -> list[bool]:
         """Copies the gradients into the buffer, zeros for None; returns which parameters have one."""
@@ -77,15 +72,11 @@ class SharedBucket:
         encode_with_feedback(self._codec, shard, wire, residual, idle)
         return wire
 
-    def receive(self, server: int, values: Tensor, is_difference: bool) -> None:
-        """Stores a server's shard of the weights, or adds its encoded difference, for :meth:`unpack`."""
-        shard = shard_of(self._values.flat, server, self._num_servers)
+    def receive(self, server: int, values: Tensor) -> None:
+        """Stores a server's shard of the weights for :meth:`unpack`."""
         if values.is_cuda:  # this rank's server has allocated it on its own stream
             values.record_stream(torch.cuda.current_stream(values.device))
-        if is_difference:
-            self._fetch_codec.decode_add(values.to(shard.device, non_blocking=True), shard, shard.dtype)
-        else:
-            shard.copy_(values, non_blocking=True)
+        shard_of(self._values.flat, server, self._num_servers).copy_(values, non_blocking=True)
 
     def unpack(self) -> None:
         """Copies the received weights into the parameters."""
@@ -125,26 +116,22 @@ class ServedShard:
         self, bucket: SharedBucket, server: int, optimizer: Optimizer, config: ParameterServerConfig, num_servers: int
     ) -> None:
         self.bucket, self._codec = bucket, get_codec(config.compression)
-        tensors = [member.tensor for member in bucket.members]
-        if num_servers == 1:
-            whole, gradient = Bucket(tensors), Bucket(tensors)
-            self.values, self._gradient = whole.flat, gradient.flat
-            rows = zip(bucket.members, whole.views, gradient.views, strict=True)
-            pieces = [Piece(i, m.name, m.tensor, view, grad, None) for i, (m, view, grad) in enumerate(rows)]
-        else:
-            shard, slices = bucket.shard(server), bucket.slices(server)
-            self.values = torch.zeros(shard.stop - shard.start, dtype=tensors[0].dtype, device=tensors[0].device)
-            self._gradient = torch.zeros_like(self.values)
-            pieces = []
-            for i, member in enumerate(bucket.members):
-                if member.name in slices:
-                    part, begin = slices[member.name], bucket.places[member.name].start - shard.start
-                    place = slice(begin + part.start, begin + part.stop)
-                    values, grad = self.values[place], self._gradient[place]
-                    pieces.append(Piece.in_shard(i, member.name, member.tensor, values, grad, part))
-        self._pieces = pieces
+        shard, slices = bucket.shard(server), bucket.slices(server)
+        self.values = torch.zeros_like(bucket.packed[shard])
+        self._gradient = torch.zeros_like(self.values)
+        self._pieces: list[Piece] = []
+        for i, member in enumerate(bucket.members):
+            if member.name in slices:
+                part, begin = slices[member.name], bucket.places[member.name].start - shard.start
+                place = slice(begin + part.start, begin + part.stop)
+                values, grad, name, tensor = self.values[place], self._gradient[place], member.name, member.tensor
+                if num_servers == 1:
+                    piece = Piece(i, name, tensor, shaped(values, tensor), shaped(grad, tensor), None)
+                else:
+                    piece = Piece.in_shard(i, name, tensor, values, grad, part)
+                self._pieces.append(piece)
         flat = (self.values, self._gradient) if config.is_elementwise(optimizer) else (None, None)
-        self.update = BucketUpdate(optimizer, bucket.group[1], pieces, *flat)
+        self.update = BucketUpdate(optimizer, bucket.group[1], self._pieces, *flat)
         dtype = accumulation_dtype(self.values.dtype)
         self._total = self._gradient if dtype == self.values.dtype else torch.empty_like(self._gradient, dtype=dtype)
         self._decoded = torch.empty_like(self._total)
@@ -229,11 +216,3 @@ class ServedShard:
                 self.update.apply(self._present)
                 predicted.add_(self.values.sub(predicted), alpha=part)
         return predicted
-
-
-def shared_buckets(
-    parameters: Sequence[NamedParameter], num_servers: int, config: ParameterServerConfig
-) -> list[SharedBucket]:
-    """Returns the buckets of all parameters that an optimizer has."""
-    trained = [parameter for parameter in parameters if parameter.group]
-    return [SharedBucket(kind, num_servers, config) for kind in of_one_kind(trained)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, waiting_share
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import BenchCandidate, LabEntry, Prediction, waiting_share
+from lightning_pipesync.lab.predictions.registry import register_lab
+from lightning_pipesync.lab.predictions.work import Work
 from tests.conformance.example_method.config import AveragingConfig
+from tests.conformance.example_method.runtime import Averaging
 
 
 class AveragingLab(LabEntry):
@@ -23,3 +25,6 @@ class AveragingLab(LabEntry):
         compute = work.seconds_with(self.name)
         seconds = compute + cluster.all_reduces["none"].all_reduce(work.num_bytes, cluster.world_size)
         yield [Prediction(self.name, {}, seconds, why=waiting_share(compute, seconds))]
+
+
+register_lab(Averaging, AveragingLab)

@@ -12,7 +12,6 @@ from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.conformance.example_method.config import AveragingConfig
-from tests.conformance.example_method.lab import AveragingLab
 
 T = TypeVar("T")
 
@@ -22,7 +21,6 @@ class Averaging(SyncMethod):
 
     name = "averaging"
     config_type = AveragingConfig
-    lab = AveragingLab
     same_weights = True
 
     config: AveragingConfig

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipesync.accelerate.checkpoint import RankStates, save_rank_states
+from lightning_pipesync.accelerate.checkpoint import save_rank_state
 from lightning_pipesync.core.files import check_undamaged
 from lightning_pipesync.lab.bench.tables import write_results
 from tests.support.case_table import launch_cases
@@ -36,7 +36,7 @@ def full_disk() -> Iterator[None]:
 
 
 def write_states(folder: Path, size: int) -> None:
-    save_rank_states(folder, RankStates([{"x": torch.ones(size)}]), "dear", 0, {}, [torch.nn.Linear(1, 1)])
+    save_rank_state(folder, {"x": torch.ones(size)}, "dear", 0, {}, [torch.nn.Linear(1, 1)])
 
 
 def write_report(folder: Path, size: int) -> None:

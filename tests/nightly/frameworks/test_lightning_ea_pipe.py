@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipesync import EAPipeStrategy
-from tests.nightly.frameworks.test_lightning_events import Fetching
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_raised, assert_refused, launch, raised
+from tests.support.harness import assert_raised, launch, raised
 from tests.support.lightning_models import (
     Classifier,
     Memory,
     dataset,
     fit,
     make_strategy,
-    scaling,
     train_loader,
     trainer,
     val_loader,
@@ -159,12 +156,6 @@ class Bad(Classifier):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        if kind == "two":
-            self.other = nn.Sequential(nn.Linear(6, 6))
-        if kind == "none":
-            self.model = nn.Linear(6, 2)  # type: ignore[assignment]
-        if kind == "manual":
-            self.automatic_optimization = False
         if kind == "before":
             self.first = nn.Linear(6, 6)
 
@@ -199,25 +190,6 @@ class Overriding(Bad):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         if self.kind != "clips":
             super().configure_gradient_clipping(optimizer, *args, **kwargs)
-
-
-def refuse(folder: Path) -> dict[str, tuple[str, str] | None]:
-    timed = ModelCheckpoint(folder, monitor="loss", train_time_interval=timedelta(hours=1))
-    cases: dict[str, tuple[Classifier, dict[str, Any], dict[str, Any]]] = {
-        "module=": (Bad("two"), {}, {}),
-        "has none": (Bad("none"), {}, {}),
-        "automatic_optimization": (Bad("manual"), {}, {}),
-        "StochasticWeightAveraging averages": (Bad(""), {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
-        "16-mixed": (Bad(""), {}, {"plugins": [scaling()]}),
-        "loader's iterator": (Fetching(), {}, {}),
-        "split": (Bad(""), {"split": (1, 2)}, {}),
-        "train_time_interval": (Bad(""), {}, {"callbacks": [timed], "enable_checkpointing": True}),
-    }
-    found = {}
-    for words, (model, settings, options) in cases.items():
-        run = trainer(EAPipeStrategy(**settings), 2, folder, **options)
-        found[words] = raised(partial(run.fit, model, train_loader()))
-    return found
 
 
 #: What a step does that a pipeline cannot, and the words that name it.
@@ -285,7 +257,7 @@ def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {
         "saved": partial(fit, folder, PIPELINE, {"optimizer": "adamw"}, max_epochs=1, saved="saved.ckpt")
     }
-    cases |= {how: partial(how, folder) for how in (watch, evaluate_only, refuse)}
+    cases |= {how: partial(how, folder) for how in (watch, evaluate_only)}
     return launch_cases(cases, 2, init=False)
 
 
@@ -355,11 +327,6 @@ def test_checkpoints_load_in_plain_training_and_with_more_stages(trained: Outcom
     first, _, last = launch_cases({"": more}, 3, init=False)[""]
     assert torch.equal(first["weights"], last["weights"])
     assert not torch.equal(first["weights"], saved_in(folder / "saved.ckpt"))
-
-
-def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(trained: Outcomes) -> None:
-    for outcomes in trained[refuse]:
-        assert_refused(outcomes)
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -21,14 +21,12 @@ from tqdm import tqdm
 
 from tests.references.selsync import mean
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
 from tests.support.lightning_models import (
     LOCAL,
     Classifier,
     dataset,
     fit,
     make_strategy,
-    scaling,
     train_loader,
     trainer,
     val_loader,
@@ -306,34 +304,11 @@ def tune(folder: Path, settings: dict[str, Any], how: str) -> list[tuple[float, 
     return found
 
 
-class Fused(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), fused=True)
-
-
-class Sparse(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4, 4, sparse=True)
-
-
-def refuse(folder: Path) -> dict[str, tuple[str, str] | None]:
-    cases: dict[str, tuple[str, type[Classifier], dict[str, Any]]] = {
-        "fused=False": ("selsync", Fused, {"plugins": [scaling()]}),
-        "embedding": ("selsync", Sparse, {}),
-        "val_check_interval=...) is a time, of 1 s": ("dear", Classifier, {"val_check_interval": {"seconds": 1}}),
-    }
-    found = {}
-    for words, (strategy, make, how) in cases.items():
-        found[words] = raised(partial(trainer(strategy, 2, folder, **how).fit, make(), train_loader(), val_loader()))
-    return found
-
-
 @pytest.fixture(scope="module")
 def others(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {name: partial(look, folder, given, **how) for name, (given, how) in LOOKED_AT.items()}
     cases |= {("tuned", index): partial(tune, folder, *case) for index, case in enumerate(TUNED)}
-    return launch_cases({**cases, "refused": partial(refuse, folder)}, 2, init=False)
+    return launch_cases(cases, 2, init=False)
 
 
 @pytest.mark.parametrize("name", LOOKED_AT)
@@ -366,8 +341,3 @@ def test_the_search_for_a_learning_rate_leaves_no_trace(index: int, others: Outc
         assert torch.equal(found[1], expected[1])
         assert torch.equal(found[1], first[1])
         assert found[2] == expected[2] != {}
-
-
-def test_what_cannot_be_trained_is_refused_by_name(others: Outcomes) -> None:
-    for outcome in others["refused"]:
-        assert_refused(outcome)

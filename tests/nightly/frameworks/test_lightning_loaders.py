@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
 
 from lightning_pipesync import SelDPSampler, SelSyncStrategy
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
 from tests.support.lightning_models import (
     LOCAL,
     SAMPLES,
@@ -68,8 +67,6 @@ MAKE: dict[str, Callable[[], DataLoader]] = {
     "own SelDP": lambda: sampled(lambda data: SelDPSampler(data, 2, int(os.environ["RANK"]), shuffle=False)),
     "no batches": lambda: DataLoader(batches(), batch_size=None),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
-    "few samples": lambda: in_pairs(Subset(dataset(), [0])),
-    "other lengths": lambda: DataLoader(Subset(dataset(), range(8 + 8 * int(os.environ["RANK"]))), batch_size=4),
 }
 #: The loader, arguments of the Trainer, the samplers that are used in the end, and the first batch of rank 0.
 LOADERS: list[tuple[str, dict[str, Any], str, str, list[int] | None]] = [
@@ -82,12 +79,6 @@ LOADERS: list[tuple[str, dict[str, Any], str, str, list[int] | None]] = [
     ("no batches", {}, "SelDPSampler", "NoneType", None),
     ("iterable", {}, "_InfiniteConstantSampler", "BatchSampler", [0, 2, 4, 6]),
 ]
-#: Loaders that cannot be used, settings, and what is said.
-REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("few samples", {}, ["1 samples", "2 ranks"]),
-    ("other lengths", {}, ["[2, 4]", "limit_train_batches"]),
-    ("no batches", {"injection": (0.5, 0.5)}, ["injection=", "batch_size=None"]),
-]
 
 
 def fit_loader(folder: Path, kind: str, **how: Any) -> tuple[list[Any], str, str]:
@@ -97,11 +88,6 @@ def fit_loader(folder: Path, kind: str, **how: Any) -> tuple[list[Any], str, str
     used = run.train_dataloader
     sampler = getattr(used.batch_sampler, "sampler", used.sampler)
     return model.seen, type(sampler).__name__, type(used.batch_sampler).__name__
-
-
-def fit_refused(folder: Path, kind: str, settings: dict[str, Any]) -> tuple[str, str] | None:
-    run = trainer(SelSyncStrategy(**settings), 2, folder, use_distributed_sampler=kind != "other lengths")
-    return raised(lambda: run.fit(Classifier(), MAKE[kind]()))
 
 
 class Validating(Classifier):
@@ -130,8 +116,6 @@ def trained(folder: Path) -> Outcomes:
         cases["limit", limit] = partial(fit, folder, LOCAL, max_epochs=8, limit_train_batches=limit)
     for kind, how, *_ in LOADERS:
         cases[kind, str(how)] = partial(fit_loader, folder, kind, **how)
-    for kind, settings, _ in REFUSED:
-        cases["refused", kind] = partial(fit_refused, folder, kind, settings)
     return launch_cases(cases, 2, init=False)
 
 
@@ -155,12 +139,6 @@ def test_loaders_are_respected(
     assert first is None or seen[0] == first
     if kind == "batch sampler":
         assert {len(batch) for batch in seen} == {2}
-
-
-@pytest.mark.parametrize(("kind", "settings", "words"), REFUSED)
-def test_loaders_that_are_refused(kind: str, settings: Any, words: list[str], trained: Outcomes) -> None:
-    for outcome in trained["refused", kind]:
-        assert_refused(dict.fromkeys(words, outcome))
 
 
 def test_only_training_is_touched(trained: Outcomes) -> None:

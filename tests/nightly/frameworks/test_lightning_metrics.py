@@ -16,17 +16,16 @@ import pytest
 import torch
 import yaml
 from lightning_utilities.core import rank_zero
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync import SelSync, SelSyncStrategy
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.example_method import Averaging
 from tests.conformance.methods import register_method
-from tests.nightly.frameworks.test_lightning_events import Fetching, TwoOptimizers
+from tests.nightly.frameworks.test_lightning_events import TwoOptimizers
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
-from tests.support.lightning_models import Classifier, Memory, train_loader, trainer
+from tests.support.harness import raised
+from tests.support.lightning_models import Classifier, Memory, regression, train_loader, trainer
 
 #: Of a progress bar, which cuts long lines off.
 MOST_CHARACTERS = 14
@@ -48,31 +47,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 #: Each method with one of the two.
 CASES = [(PACKAGES[index % 2], name) for index, name in enumerate(FIRST_CLAUSES)]
-
-
-def build(package: str, raises_at: int | None = None) -> Any:
-    library = import_module(package)
-
-    class Regression(library.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self, width: int = 3) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.layers = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
-            self.own_metrics: dict[str, float] = {}
-
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            if batch_idx == raises_at:
-                raise ArithmeticError("in a step")
-            return self.layers(batch[0]).square().mean()
-
-        def on_train_epoch_end(self) -> None:
-            self.own_metrics = self.trainer.strategy.method.metrics()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    torch.manual_seed(0)
-    return Regression()
 
 
 @contextmanager
@@ -99,7 +73,7 @@ def fit(package: str, name: str, world_size: int, folder: Path, raises_at: int |
         max_epochs=2, logger=logger, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         default_root_dir=folder,
     )  # fmt: skip
-    model, samples = build(package, raises_at), 8 * (1 if name == "ea_pipe" else world_size)
+    model, samples = regression(package, raises_at), 8 * (1 if name == "ea_pipe" else world_size)
     loader = DataLoader(TensorDataset(torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))), 2)
     with said() as lines:
         error = raised(partial(run.fit, model, loader))
@@ -134,18 +108,13 @@ ROWS: list[tuple[type[Classifier], dict[str, Any], list[int]]] = [
 ]
 
 
-def refuse_injection(folder: Path) -> tuple[str, str] | None:
-    run = trainer(SelSyncStrategy(injection=(0.5, 0.5)), 2, folder)
-    return raised(lambda: run.fit(Fetching(), train_loader()))
-
-
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     cases: dict[Any, Any] = {case: partial(fit, *case, 2, folder) for case in CASES}
     cases["crash"] = partial(fit, PACKAGES[0], "selsync", 2, folder, raises_at=2)
     for index, (make, how, _) in enumerate(ROWS):
         cases["rows", index] = partial(log_rows, folder, make, **how)
-    return launch_cases({**cases, "refused": partial(refuse_injection, folder)}, 2, init=False)
+    return launch_cases(cases, 2, init=False)
 
 
 @pytest.mark.parametrize(("package", "name"), CASES)
@@ -216,12 +185,6 @@ def test_every_row_has_the_metrics(index: int, trained: Outcomes) -> None:
         assert measured == 1 + len(rows)
 
 
-def test_injection_needs_a_batch(trained: Outcomes) -> None:
-    """A training step that takes the iterator shows none."""
-    for outcome in trained["refused"]:
-        assert_refused({"injection=(0.5, 0.5)": outcome, "dataloader_iter": outcome})
-
-
 @pytest.mark.parametrize(("package", "name"), CASES)
 def test_settings_are_among_the_hyperparameters(package: str, name: str, trained: Outcomes) -> None:
     """The module's stay, and a checkpoint of it loads with the file of the hyperparameters."""
@@ -235,5 +198,5 @@ def test_settings_are_among_the_hyperparameters(package: str, name: str, trained
         expected = getattr(outcome["settings"], setting)
         assert value == (list(expected) if isinstance(expected, tuple) else expected)
     assert SETTINGS.get(name, {}).items() <= logged.items()
-    loaded = type(build(package)).load_from_checkpoint(path.with_name("end.ckpt"), hparams_file=path)
+    loaded = type(regression(package)).load_from_checkpoint(path.with_name("end.ckpt"), hparams_file=path)
     assert loaded.hparams["width"] == 3

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipesync import ParameterServerStrategy
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.harness import assert_refused, raised
-from tests.support.lightning_models import SAMPLES, Classifier, dataset, fit, train_loader, trainer, val_loader
+from tests.support.lightning_models import SAMPLES, Classifier, fit, train_loader, trainer, val_loader
 from tests.support.lost_ranks import wait_for
 
 Settings = dict[str, Any]
@@ -64,43 +61,6 @@ def validate(folder: Path, settings: Settings) -> tuple[list[Tensor], int]:
 
 
 MOVING: dict[str, Settings] = {"downpour": {"n_push": 3}, "easgd": {"period": 3}, "diloco": {"period": 3}}
-#: By what is named: settings, and arguments of the Trainer.
-REFUSED: dict[str, tuple[Settings, dict[str, Any]]] = {
-    "k=3": ({"policy": "k_sync", "k": 3}, {}),
-    "servers=3": ({"servers": 3}, {}),
-    "Trainer(max_time=...)": ({}, {"max_time": {"hours": 1}}),
-    "train_time_interval": ({}, {"saves": {"train_time_interval": timedelta(hours=1)}}),
-    "search for a learning rate": ({}, {"callbacks": [LearningRateFinder()]}),
-}
-
-
-class Numbers(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(dataset())
-
-
-#: With a work queue, what ranks would count differently.
-REFUSED_OF_QUEUE: dict[str, dict[str, Any]] = {
-    "Trainer(min_steps=...) counts the steps of a rank": {"min_steps": 5},
-    "Trainer(max_time=...) counts": {"max_time": {"seconds": 50}},
-    "Trainer(val_check_interval=...) counts": {"val_check_interval": 5},
-    "Trainer(overfit_batches=...) counts": {"overfit_batches": 2},
-    "Trainer(limit_train_batches=...) counts": {"limit_train_batches": 3},
-    "ModelCheckpoint(every_n_train_steps=...) counts": {"saves": {"every_n_train_steps": 3}},
-    "this loader has Numbers": {"loader": DataLoader(Numbers(), 4)},
-    "1 batches to hand out, too few for 2 ranks": {"loader": train_loader(64)},
-}
-
-
-def refuse(folder: Path, settings: Settings, given: dict[str, Any]) -> tuple[str, str] | None:
-    given = dict(given)
-    if "saves" in given:
-        given |= {"callbacks": [ModelCheckpoint(folder, **given.pop("saves"))], "enable_checkpointing": True}
-    loader = given.pop("loader") if "loader" in given else train_loader()
-    fitting = trainer(ParameterServerStrategy(**settings), 2, folder, **given)
-    return raised(lambda: fitting.fit(Classifier(), loader, val_loader()))
-
-
 #: Batches of 16 that rank 0 has begun before rank 1, which asks for one more ahead, trains on its first one.
 AHEAD = 11
 EPOCHS = 3
@@ -189,9 +149,6 @@ def trained(folder: Path) -> Outcomes:
     cases |= {policy: partial(fit_waiting, folder, 3, policy=policy) for policy in ("async", "downpour")}
     cases["cancelled"] = partial(fit_waiting, folder, 0, policy="k_sync", k=1)
     cases |= {("validate", p): partial(validate, folder, {"policy": p, **given}) for p, given in MOVING.items()}
-    cases |= {words: partial(refuse, folder, *case) for words, case in REFUSED.items()}
-    for words, given in REFUSED_OF_QUEUE.items():
-        cases["queue", words] = partial(refuse, folder, {"partition": "work_queue"}, given)
     return launch_cases(cases, 2, init=False)
 
 
@@ -238,18 +195,6 @@ def test_where_some_ranks_make_an_update_the_others_are_not_waited_for(
     for often, late in zip(trained_by_three["often"], trained_by_three["late"], strict=True):
         assert len(list((folder / "often").glob("*.ckpt"))) == often["steps"] // 2 > 1
         assert (late["steps"], len(late["validated_with"])) == (10, 1)
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_ranks_would_wait_for_is_refused(words: str, trained: Outcomes) -> None:
-    for outcome in trained[words]:
-        assert_refused({words: outcome})
-
-
-@pytest.mark.parametrize("words", REFUSED_OF_QUEUE)
-def test_what_ranks_would_count_differently_is_refused(words: str, trained: Outcomes) -> None:
-    for outcome in trained["queue", words]:
-        assert_refused({words: outcome})
 
 
 def assert_whole_epochs(fast: dict[str, Any], slow: dict[str, Any], num_epochs: int, size: int) -> None:

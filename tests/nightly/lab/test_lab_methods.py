@@ -14,7 +14,7 @@ import pytest
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.plan.report import to_copy
 from lightning_pipesync.lab.plan.verdict import verdict_of
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.lab.predictions.entry import Prediction
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance import methods
 from tests.support.bench_runs import result_of

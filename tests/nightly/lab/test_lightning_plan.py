@@ -26,7 +26,7 @@ from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import read_plan
 from lightning_pipesync.lab.plan.trials import run_in_turns
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.lab.predictions.entry import Prediction
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import raised
 from tests.support.lightning_models import Classifier, Memory, train_loader, trainer

@@ -15,9 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_pipesync.core.cluster import BackendCost, Cluster
-from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench import bandwidth
 from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth
 from lightning_pipesync.lab.bench.candidates import Candidate, MethodCandidate
@@ -30,8 +27,11 @@ from lightning_pipesync.lab.plan.model import PlanSettings, Replicas
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns
 from lightning_pipesync.lab.plan.work import measure_added, measure_work, with_refusals
-from lightning_pipesync.methods.laboratory import Prediction
-from lightning_pipesync.methods.local_sgd.lab import OUTER
+from lightning_pipesync.lab.predictions.cluster import BackendCost, Cluster, MeasuredCost
+from lightning_pipesync.lab.predictions.entry import Prediction
+from lightning_pipesync.lab.predictions.local_sgd import OUTER
+from lightning_pipesync.lab.predictions.registry import lab_of
+from lightning_pipesync.lab.predictions.work import LayerWork, MethodWork, Work
 from lightning_pipesync.training.registry import METHODS
 from tests.quick.lab.test_plan import PROFILE, WORK, cluster, small_model
 from tests.support.case_table import Outcomes, launch_cases
@@ -46,7 +46,7 @@ LAYERED = Work(PROFILE, {"ea_pipe": MethodWork(layers=[LayerWork(0.01, 1, 1)] * 
 
 
 def free_cluster(world_size: int = 2, bandwidth: float = 1e9) -> Cluster:
-    link = LinkCost(0.0, 0.0)
+    link = MeasuredCost(0.0, 0.0)
     return Cluster(world_size, bandwidth, BackendCost(0.0, 0.0), link, {"none": link})
 
 
@@ -82,7 +82,7 @@ def layers_of_models() -> tuple[Work, Work]:
 def costs_of_exchanges() -> dict[str, list[str]]:
     measured, found = Costs([2**12, 2**14, 2**16], torch.device("cpu")), {}
     for method in METHODS.values():
-        for exchange in method.lab(method).exchanges:
+        for exchange in lab_of(method.name).exchanges:
             costs = measured.of_exchange(method, exchange)
             assert all(cost.all_reduce(2**16, 2) > 0 for cost in costs.values())
             found[exchange.name] = list(costs)
@@ -199,7 +199,8 @@ def prove(fault: type[Candidate], ranks: tuple[int, ...]) -> dict[str, dict[str,
 def refused_by(num_layers: int) -> tuple[dict[str, str], list[str]]:
     """What methods refuse for a model of so many layers; and what is predicted and cannot be attached."""
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
-    at = replace(cluster(1e7, 2), exchanges={"averages": dict.fromkeys(("none", "int8", "int4"), LinkCost(1e-3, 1e-7))})
+    averages = dict.fromkeys(("none", "int8", "int4"), MeasuredCost(1e-3, 1e-7))
+    at = replace(cluster(1e7, 2), exchanges={"averages": averages})
     work = with_refusals(WORK, at, module)
     failed = []
     for one in predict(work, at):

@@ -56,7 +56,7 @@ def test_machines_that_do_not_see_the_same_checkpoints_are_refused(name: str, ra
     for rank in ranks:
         kind, message = rank["refused"][name]
         assert kind == "ValueError"
-        assert "rank 0 found one of step 2, rank 2 found no checkpoint" in message
+        assert "rank 0 has one of step 2, rank 2 has none" in message
 
 
 def test_a_restarted_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:

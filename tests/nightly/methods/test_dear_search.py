@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
-from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
+from lightning_pipesync.lab.predictions.limits import end_of_pipeline
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.dear.fusion_search import SEARCHES, Trial, fastest
 from tests.quick.methods.test_dear_search import (

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync import EAPipe
 from lightning_pipesync.lightning.submodule import Submodule
-from lightning_pipesync.methods.pipeline import Call
+from lightning_pipesync.methods.ea_pipe.layout import Call
 from tests.support.ea_pipe_runs import OPTIMIZERS
-from tests.support.harness import assert_refused, on_ranks, raised
+from tests.support.harness import assert_raised, assert_refused, on_ranks, raised
 from tests.support.models import assert_same, batch
 
 X, Y = batch(0, 0, size=6)  # six features, three classes
@@ -76,11 +76,14 @@ twice.register_fake(torch.empty_like)
 twice.register_autograd(lambda ctx, gradient: gradient * 7)
 
 
-def refused(net: nn.Module, inputs: Any = X, **settings: Any) -> tuple[str, str] | None:
+def refused(net: nn.Module, *inputs: Any, **settings: Any) -> tuple[str, str] | None:
+    """What a training on ``inputs`` raises, one after the other, by default :data:`X`."""
+
     def begin() -> None:
         engine = engine_of(net, **settings)
         try:
-            engine.train_batch((inputs, Y))
+            for x in inputs or (X,):
+                engine.train_batch((x, Y[: len(x)] if isinstance(x, Tensor) else Y))
         finally:
             engine.detach(timeout_s=1.0)
 
@@ -130,6 +133,30 @@ def differing(net: Net, x: Tensor) -> Tensor:
     return net.extra(F.pad(net.b(net.a(x)), (0, 3)))[:, :3]
 
 
+def tied() -> Net:
+    net = Net(lambda net, x: net.b(net.extra(net.a(x))))
+    net.extra.weight = net.a.weight
+    return net
+
+
+def by_values(net: Net, x: Tensor) -> Tensor:
+    return plain(net, x if x.sum() > 0 else -x)
+
+
+def by_values_of_small_batches(net: Net, x: Tensor) -> Tensor:
+    return plain(net, x) if len(x) > 3 else by_values(net, x)
+
+
+#: What the refusal on every rank says, and the settings.
+UNFIT_SETTINGS: dict[str, dict[str, Any]] = {
+    "a has: none": {"split": ("a.x",)},
+    "It has: a, extra, b": {"split": ("x",)},
+    "after the first begin, 1 of": {"split": ("a", "b")},
+    "Net is not an nn.Sequential": {"split": "balanced"},
+    "algorithm='gpipe' takes": {"algorithm": "gpipe"},
+}
+
+
 def draw_and_differ() -> dict[str, Any]:
     rank, net = torch.distributed.get_rank(), Net(drawn)
     random.seed(rank)  # the first numbers are above and below 0.5
@@ -142,7 +169,12 @@ def draw_and_differ() -> dict[str, Any]:
     engine.detach()
     refusals = {"differ in the stage of extra.weight": refused(Net(differing), virtual_stages=None)}
     refusals.update({words: refused(Net(by_type), call, virtual_stages=None) for words, call in UNFIT.items()})
-    return {"state": net.state_dict(), "same numbers afterwards": same, "refusals": refusals}
+    refusals["share a parameter"] = refused(tied(), virtual_stages=None, split=("extra",))
+    refusals["Net cannot be divided"] = refused(Net(by_values), virtual_stages=None)
+    for words, settings in UNFIT_SETTINGS.items():
+        refusals[words] = refused(Net(plain), virtual_stages=None, **settings)
+    late = refused(Net(by_values_of_small_batches), X, X, X[:3], virtual_stages=None, timeout_s=60)
+    return {"state": net.state_dict(), "same numbers afterwards": same, "refusals": refusals, "late": late}
 
 
 def test_ranks_trace_the_same_or_are_refused() -> None:
@@ -155,6 +187,9 @@ def test_ranks_trace_the_same_or_are_refused() -> None:
     for outcome in outcomes:
         assert outcome["same numbers afterwards"]
         assert_refused(outcome["refusals"])
+    assert_refused({"Net cannot be divided": outcomes[1]["late"]})  # the first stage sees first
+    assert_raised(outcomes[0]["late"], "RuntimeError", "rank 1")  # a batch of that size; this rank times out
+    for outcome in outcomes:
         for name, value in net.state_dict().items():
             assert torch.equal(outcome["state"][name], value), name
 
@@ -195,18 +230,13 @@ def unfolded(net: Net, x: Tensor) -> Tensor:
 
 def test_views_and_copies_are_those_of_the_model() -> None:
     """What depends on strides comes out as without a pipeline; the input is left alone."""
-    for forward in (changed_copy, as_strided):
+    for forward in (changed_copy, as_strided, unfolded):
         assert_same_step(Net(forward))
     for x in (X.t().contiguous().t(), X[:, :1].expand(-1, 6)):
         before = x.clone()
         assert_same_step(Net(changed_copy_of_input), x)
         assert torch.equal(x, before)
-    assert_refused(
-        {
-            "shares its memory": refused(Net(changed_without_gradients)),
-            "as after unfold()": refused(Net(unfolded)),
-        }
-    )
+    assert_refused({"shares its memory": refused(Net(changed_without_gradients))})
 
 
 @dataclasses.dataclass
@@ -272,11 +302,34 @@ def ones(count: int) -> Tensor:
     return torch.ones(count, 1)
 
 
+def replaces_buffer(net: Net, x: Tensor) -> Tensor:
+    net.a.seen = net.a.seen + x.detach().mean(dim=0)
+    return plain(net, x + net.a.seen)
+
+
+def without_gradients(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        hidden = net.b(net.a(x))
+    return net.extra(F.pad(hidden, (0, 3)))[:, :3]
+
+
 def test_refusals_say_what_to_do() -> None:
+    buffered = Net(replaces_buffer)
+    buffered.a.register_buffer("seen", torch.zeros(6))
+    chain = Net(lambda net, x: net.b(net.extra(net.a(x))))
     assert_refused(
         {
             "as lru_cache does": refused(Net(lambda net, x: plain(net, x) * ones(len(x)))),
-            "torch.where": refused(Net(lambda net, x: plain(net, x if x.sum() > 0 else -x))),
+            "torch.where": refused(Net(by_values)),
             "Change the model, or make it": refused(Net(lambda net, x: plain(net, x) * x.numpy())),
+            "and this is evaluation": refused(Net(lambda net, x: (plain if net.training else by_values)(net, x))),
+            "calls b 2 times": refused(Net(lambda net, x: net.b(F.pad(plain(net, x), (0, 3))))),
+            "calls extra 0 times": refused(Net(plain), split=("extra",)),
+            "in the order": refused(chain, split=("b", "extra"), virtual_stages=3),
+            "replaces its buffer a.seen": refused(buffered),
+            "within torch.no_grad()": refused(Net(without_gradients)),
+            "nothing to compute": refused(Net(plain), split=("a",)),
+            "or a tuple of names of submodules": refused(Net(plain), split=("b", 2)),
+            "names of submodules, each once": refused(Net(plain), split=("b", "b")),
         }
     )

@@ -31,8 +31,7 @@ SYNCHRONOUS = ("gpipe", "1f1b")
 ELASTIC: dict[str, tuple[str, dict[str, Any]]] = {
     **{algorithm: ("sgd", {"algorithm": algorithm, "average_period": 3}) for algorithm in SYNCHRONOUS},
     "each mini-batch": ("adam", {"algorithm": "gpipe", "average_force": 0.25}),
-    "ea_pipe": ("sgd", {"average_period": 2}),
-    "ea_pipe, same stage on neighbors": ("adam", {"neighbors": "pipelines", "replicas": 3}),
+    "ea_pipe": ("adam", {"neighbors": "pipelines", "replicas": 3}),
 }
 
 CLIPPED: dict[str, dict[str, Any]] = {

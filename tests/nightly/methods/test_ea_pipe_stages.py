@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_pipesync import EAPipe
-from lightning_pipesync.core import layers as chain
+from lightning_pipesync.methods.ea_pipe import split as chain
 from tests.support.case_table import launch_cases
 from tests.support.ea_pipe_runs import (
     ASYNCHRONOUS,
@@ -103,27 +103,27 @@ def test_activations_are_freed() -> None:
 # --- emptying, saving and loading -------------------------------------------------------------------------------------
 
 
-def test_emptying_the_pipeline_without_gradients() -> None:
-    """As a framework does that turns them off before it says that a validation begins."""
-    engine, plain = engine_on(layers(), "adam"), engine_on(layers(), "adam")
-    for t in range(6):
-        for one in (engine, plain):
-            one.train_batch(batch(t, 0), completes=t != 0)
-        if t < 2:
-            with torch.inference_mode():
-                engine.flush()
-                engine.forward(batch(9, 0)[0])
-    assert_same_weights(engine, plain)
+@torch.inference_mode()
+def validate_early(engine: EAPipe, t: int) -> None:
+    """A framework may turn gradients off before it says that a validation begins."""
+    if t < 2:
+        engine.flush()
+        engine.forward(batch(9, 0)[0])
 
 
-def test_gradients_survive_being_set_to_zero() -> None:
+def zero_gradients(engine: EAPipe, _: int) -> None:
     """Those of a mini-batch whose other parts are still to come."""
-    engine, plain = engine_on(layers()), engine_on(layers())
+    for gradient in [p.grad for p in engine._model.parameters() if p.grad is not None]:
+        gradient.zero_()
+
+
+@pytest.mark.parametrize("between", [validate_early, zero_gradients])
+def test_what_happens_between_the_parts_of_a_mini_batch_changes_nothing(between: Callable[[EAPipe, int], None]) -> None:
+    engine, plain = engine_on(layers(), "adam"), engine_on(layers(), "adam")
     for t in range(8):
         for one in (engine, plain):
             one.train_batch(batch(t, 0), completes=t % 2 == 1)
-        for gradient in [p.grad for p in engine._model.parameters() if p.grad is not None]:
-            gradient.zero_()
+        between(engine, t)
     assert_same_weights(engine, plain)
 
 
@@ -158,6 +158,19 @@ def test_a_state_that_is_loaded_with_mini_batches_in_flight_replaces_them(settin
     train_on(engine, range(4, 8))
     train_on(other, range(4, 8))
     assert_same_weights(engine, other)
+
+
+@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
+def test_a_state_from_before_the_first_mini_batch(algorithm: str) -> None:
+    engine, fresh = (engine_on(layers(), "plain sgd", algorithm=algorithm) for _ in range(2))
+    state = engine.state_dict()
+    train_on(engine, range(5))
+    engine.flush()
+    engine._model.load_state_dict(layers().state_dict())
+    engine.load_state_dict(state)
+    for one in (engine, fresh):
+        train_on(one, range(8))
+    assert_same_weights(engine, fresh)
 
 
 def test_a_state_of_other_settings_is_refused() -> None:
@@ -240,30 +253,6 @@ def test_a_buffer_that_the_layers_write_to() -> None:
 # --- on processes -----------------------------------------------------------------------------------------------------
 
 
-class Splits(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.tanh(), x.sigmoid()
-
-
-class Ends(nn.Module):
-    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
-        return parts[0] * parts[1]
-
-
-def with_pairs() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
-
-
-def train_pairs(algorithm: str) -> list[Tensor]:
-    model = with_pairs()
-    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], algorithm=algorithm, split=(3,))
-    train_on(engine, range(4))
-    engine.gather()
-    engine.detach()
-    return [tensor.detach() for tensor in model.state_dict().values()]
-
-
 def feed_differently(algorithm: str) -> tuple[str, str] | None:
     engine = EAPipe(layers(), None, OPTIMIZERS["sgd"], algorithm=algorithm, split=CUTS[2])
     x, y = batch(0, 0)
@@ -277,27 +266,23 @@ def feed_differently(algorithm: str) -> tuple[str, str] | None:
     return refused
 
 
+def flush_earlier() -> tuple[str, str] | None:
+    """The first stage flushes the pipeline where the last one expects another mini-batch."""
+    engine = engine_on(layers(), virtual_stages=None, split=CUTS[2])
+    train_on(engine, range(3))
+    refused = raised(engine.flush if torch.distributed.get_rank() else lambda: train_on(engine, range(3, 4)))
+    engine.detach(timeout_s=1.0)
+    return refused
+
+
 def test_different_batches_are_noticed() -> None:
     """By the last stage; the others notice that it is gone, if they do not compare the batches themselves."""
-    cases = {algorithm: partial(feed_differently, algorithm) for algorithm in ("gpipe", "ea_pipe")}
+    cases: dict[str, Any] = {one: partial(feed_differently, one) for one in ("gpipe", "ea_pipe")}
+    cases["flushes"] = flush_earlier
     outcomes = launch_cases(cases, 2, launch=launch)  # messages are left behind that nobody receives
     for refused in (*outcomes["gpipe"], outcomes["ea_pipe"][0]):
         assert_raised(refused, "RuntimeError", "different mini-batches")
-
-
-def test_a_tuple_between_synchronous_stages() -> None:
-    """And BatchNorm has seen each micro-batch once, not what shapes are looked at with."""
-    model = with_pairs()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for t in range(4):
-        x, y = batch(t, 0)
-        optimizer.zero_grad()
-        for part in (slice(0, 4), slice(4, 8)):
-            (nn.functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
-        optimizer.step()
-    outcomes = launch_cases({one: partial(train_pairs, one) for one in ("gpipe", "1f1b")}, 2)
-    for outcome in outcomes["gpipe"] + outcomes["1f1b"]:
-        torch.testing.assert_close(outcome, [tensor.detach() for tensor in model.state_dict().values()])
+    assert_raised(outcomes["flushes"][0], "RuntimeError", "Stage 1 has sent the end of its mini-batches")
 
 
 # --- which layers a stage gets ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.methods.servers.config import ParameterServerConfig, PolicyName
 from lightning_pipesync.methods.servers.coordinator import Coordinator
-from lightning_pipesync.methods.servers.messages import Decision, Gradient, Request, UpdateSettings
+from lightning_pipesync.methods.servers.messages import Decision, Gradient, Push, PushArrived, Request, UpdateSettings
 from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 from tests.references.parameter_server import replay, replay_shards
 from tests.support.harness import DIED, assert_raised, launch, on_ranks, raised
@@ -298,17 +298,17 @@ def test_half_a_gradient_is_not_used() -> None:
     sent: list[tuple[int, Any]] = []
     sequencer = Sequencer(Policy(1, waits=False), range(3))
     given = (lambda *message: sent.append(message), range(3), range(2))
-    coordinator = Coordinator(sequencer, *given, keep_log=True, num_reporting=1)
+    coordinator = Coordinator(sequencer, *given, ParameterServerConfig(keep_log=True), num_reporting=1)
     whole, half, late = (Gradient(2, step, version=0) for step in (1, 2, 3))
-    coordinator.arrived(whole)
-    coordinator.push(whole, UpdateSettings([]))
-    coordinator.push(half, UpdateSettings([]))
+    coordinator.deliver(1, PushArrived(whole))
+    coordinator.deliver(2, Push(whole, UpdateSettings([]), [], []))
+    coordinator.deliver(2, Push(half, UpdateSettings([]), [], []))
     for rank in range(3):
-        coordinator.request(rank, Request.RETIRE)
+        coordinator.deliver(rank, Request.RETIRE)
     assert [gradient for update in coordinator.log for gradient in update.gradients] == [whole]
     assert not any(isinstance(what, Decision) and what.whole for _, what in sent), "its learner has not retired"
     coordinator.forget_rank(2)
-    coordinator.arrived(late)
+    coordinator.deliver(1, PushArrived(late))
     told = [what for rank, what in sent if rank == 1 and isinstance(what, Decision)]
     assert [what.dropped for what in told if what.dropped is not None] == [half, late]
     assert any(what.whole for what in told)
@@ -318,13 +318,15 @@ def test_half_a_gradient_is_not_used() -> None:
 def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
     """A message is taken by one thread, and the loss of its sender by another."""
     sequencer = Sequencer(Policy(2, waits=True), range(3))
-    coordinator = Coordinator(sequencer, lambda *message: None, range(3), range(1), keep_log=True)
+    coordinator = Coordinator(
+        sequencer, lambda *message: None, range(3), range(1), ParameterServerConfig(keep_log=True)
+    )
     assert not coordinator.is_evicted(2)
     coordinator.forget_rank(2)
-    coordinator.push(Gradient(2, 1, version=0), UpdateSettings([]))
-    coordinator.request(2, Request.RETIRE)
-    coordinator.push(Gradient(0, 1, version=0), UpdateSettings([]))
-    coordinator.push(Gradient(1, 1, version=0), UpdateSettings([]))
+    coordinator.deliver(2, Push(Gradient(2, 1, version=0), UpdateSettings([]), [], []))
+    coordinator.deliver(2, Request.RETIRE)
+    coordinator.deliver(0, Push(Gradient(0, 1, version=0), UpdateSettings([]), [], []))
+    coordinator.deliver(1, Push(Gradient(1, 1, version=0), UpdateSettings([]), [], []))
     (update,) = coordinator.log
     assert [gradient.rank for gradient in update.gradients] == [0, 1]
 

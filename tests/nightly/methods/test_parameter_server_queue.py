@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from functools import partial
 
@@ -47,6 +48,7 @@ def resume(how: str) -> tuple[int, list[str]]:
         run = ServedRun(policy="async", partition="work_queue")
         train_loader = run.sync.prepare_train_loader(loader)
         run.model.load_state_dict(saved[0])
+        time.sleep(0.0 if run.rank else 0.3)  # rank 1 resumes first, and asks rank 0
         run.sync.load_state_dict(saved[1])
         if how == "the loader's state":
             train_loader.load_state_dict(saved[2])

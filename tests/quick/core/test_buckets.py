@@ -20,8 +20,7 @@ from lightning_pipesync.core.buckets import (
     plan_buckets,
     shaped,
 )
-from lightning_pipesync.core.norm import SquaredNorm
-from lightning_pipesync.core.parameters import check_values, collect_parameters
+from lightning_pipesync.core.parameters import SquaredNorm, check_values, collect_parameters
 
 
 def plan(module: nn.Module, fusion: Fusion, *optimizers: torch.optim.Optimizer) -> list[list[str]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.comm import all_to_all, ring, tree
+from lightning_pipesync.core.comm import hops, tree
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.messages import Messages
@@ -47,7 +47,7 @@ ROUNDS = 3
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes few values travel in rings and on trees as many would: in more pieces than are received ahead."""
     for module, settings in (
-        (ring, {"MIN_SLICE_BYTES": 1, "PIECE_BYTES": 4096, "WINDOW": 3}),
+        (hops, {"MIN_SLICE_BYTES": 1, "PIECE_BYTES": 4096, "WINDOW": 3}),
         (tree, {"LEAST_PIECE_BYTES": 64, "MOST_PIECE_BYTES": 4096, "WINDOW": 3}),
     ):
         for name, value in settings.items():
@@ -83,8 +83,8 @@ def test_sums_are_in_the_order_of_the_ranks(
 ) -> None:
     """Of every dtype; 16-bit floats are summed in fp32, and rounded once."""
     if window is not None:
-        monkeypatch.setattr(all_to_all, "MOST_STEPS", window)
-        monkeypatch.setattr(all_to_all, "LEAST_STEPS", window)
+        monkeypatch.setattr(hops, "MOST_STEPS", window)
+        monkeypatch.setattr(hops, "LEAST_STEPS", window)
     cases = [(numel, dtype) for dtype in DTYPES for numel in SIZES]
     found = with_collectives(all_kinds, world_size, cases)
     assert_sums(found, [rank_order_sum(*case, world_size) for case in cases])
@@ -182,9 +182,13 @@ def test_an_inner_node_of_one_tree_is_a_leaf_of_the_other() -> None:
 
 def test_a_large_half_travels_on_a_tree_in_pieces() -> None:
     """16 pieces, or 4 for each level, or of a MiB each; a small one is whole."""
-    numbers = [len(tree.in_pieces(torch.zeros(numel), 4)) for numel in (0, 1, 2**14, 2**14 + 1, 2**20, 2**23)]
+
+    def num_pieces(numel: int, world_size: int) -> int:
+        return len(hops.in_pieces(torch.zeros(numel), tree.piece_bytes(4 * numel, world_size)))
+
+    numbers = [num_pieces(numel, 4) for numel in (0, 1, 2**14, 2**14 + 1, 2**20, 2**23)]
     assert numbers == [0, 1, 1, 2, 16, 32]
-    assert len(tree.in_pieces(torch.zeros(2**20), 4096)) == 48
+    assert num_pieces(2**20, 4096) == 48
     total = torch.cat(halves_of_sum(of_ranks(2**20, 3)))
     for [[found, *_]] in with_collectives(all_kinds, 3, [(2**20, FP32)], topology="tree"):
         assert torch.equal(found, total)

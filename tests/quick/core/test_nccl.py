@@ -18,13 +18,12 @@ import torch._dynamo  # asks CUDA for its devices when it is first needed
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.buckets import shard_of, with_room, zeros_with_room
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.gloo import GlooExchange
 from lightning_pipesync.core.comm.nccl import NcclExchange, destroy_nccl_groups, new_nccl_group
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.room import with_room, zeros_with_room
 from tests.references.collectives import DTYPES, LOSSY, SIZES, values
 from tests.streams.device import cuda
 from tests.support.case_table import launch_cases

@@ -95,7 +95,7 @@ def test_what_is_out_of_range_is_refused_with_its_value(method: str) -> None:
         ("dear", {"elementwise": Adadelta}, f"elementwise must be a tuple of optimizer classes, got {Adadelta!r}."),
         ("dear", {"compression": 8}, "compression must be the name of a codec or a Codec, got 8."),
         ("pipe_sgd", {"bucket_mb": -1}, "bucket_mb must be a positive number of MiB, got -1."),
-        ("parameter_server", {"fetch_compression": "zip"}, "fetch_compression='zip' is not known: use a Codec or one"),
+        ("parameter_server", {"compression": "zip"}, "compression='zip' is not known: use a Codec or one"),
         ("local_sgd", {"period": None}, "period must be an integer number of steps of at least 1, a share of an epoch"),
         ("ea_pipe", {"split": 3}, "split must be 'balanced', 'parameters', the indices of the stages' first layers"),
     ],
@@ -132,7 +132,7 @@ def test_none_means_no_compression(method: str) -> None:
         ("dear", {"elementwise": [Adadelta]}, {"elementwise": (Adadelta,)}),
         ("ea_pipe", {"split": [1, np.int64(2)]}, {"split": (1, 2)}),
         ("local_sgd", {"outer_optimizer": None}, {"outer_optimizer": "none"}),
-        ("parameter_server", {"fetch_compression": None}, {"fetch_compression": "none"}),
+        ("parameter_server", {"compression": None}, {"compression": "none"}),
     ],
 )
 def test_what_means_the_same_is_the_same(method: str, settings: dict[str, Any], same: dict[str, Any]) -> None:

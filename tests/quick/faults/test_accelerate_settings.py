@@ -92,7 +92,7 @@ def test_wrong_files_are_named(content: bytes, words: str, tmp_path: Path) -> No
         ("dear", "compression: {class_path: surprise.Thing}"),
         ("dear", "compression: surprise.Thing"),
         ("dear", "elementwise: [surprise.Thing]"),
-        ("parameter_server", "fetch_compression: {class_path: surprise.inner.Thing, init_args: {ratio: 0.5}}"),
+        ("parameter_server", "compression: {class_path: surprise.inner.Thing, init_args: {ratio: 0.5}}"),
         ("selsync", "delta: {class_path: surprise.Thing}"),
     ],
 )

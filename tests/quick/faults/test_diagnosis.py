@@ -6,19 +6,17 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from lightning_pipesync.core.faults.diagnosis import chain, find_fault
+from lightning_pipesync.core.faults.diagnosis import find_fault
 from lightning_pipesync.core.faults.errors import is_connection_error
 from lightning_pipesync.core.faults.failure import PeerWatch
-from lightning_pipesync.core.faults.heartbeat import Beat, Wait
-from lightning_pipesync.core.faults.neighbor import Neighbor
+from lightning_pipesync.core.faults.heartbeat import Beat, Heartbeat, Neighbor
 from tests.support.harness import on_ranks
-
-ANY = Wait("all ranks", None, 5.0)
 
 
 def waiting_for(peer: int, **of_beat: Any) -> Beat:
-    return Beat(number=9, at=9.0, waits=[Wait(f"rank {peer}", peer, 5.0)], **of_beat)
+    return Beat(number=9, at=9.0, awaits=[peer], **of_beat)
 
 
 @pytest.mark.parametrize(
@@ -30,34 +28,30 @@ def waiting_for(peer: int, **of_beat: Any) -> Beat:
         ([waiting_for(2), Beat(9, 8.0, left=""), waiting_for(1)], set(), ("ended", 1)),
         ([waiting_for(2), Beat(9, 8.0, left="KeyError: 0"), waiting_for(1)], set(), ("raised", 1)),
         # the first one counts, and who has given up is not at fault
-        ([waiting_for(2), Beat(9, 3.0), Beat(9, 7.0, waits=[ANY])], {1, 2}, ("silent", 1)),
+        ([waiting_for(2), Beat(9, 3.0), Beat(9, 7.0, awaits=[None])], {1, 2}, ("silent", 1)),
         ([waiting_for(2), Beat(9, 3.0), Beat(9, 7.0, left="KeyError: 0")], {1}, ("silent", 1)),
         ([waiting_for(2), Beat(9, 7.0), Beat(9, 7.0, left="KeyError: 0")], {1}, ("raised", 2)),
         ([waiting_for(2), Beat(9, 7.0), Beat(9, 3.0, left="gloo", lost_peer=True)], {1}, ("silent", 1)),
         ([waiting_for(2), Beat(9, 7.0), Beat(9, 3.0, blames=1)], {1, 2}, ("silent", 1)),
         ([waiting_for(2), Beat(9, 7.0), Beat(9, 3.0, blames=1)], set(), ("absent", 1)),
         # who waits for any rank does not wait for one that waits for him
-        ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0, waits=[ANY])], set(), ("absent", 1)),
+        ([Beat(9, 9.0, awaits=[None]), Beat(9, 9.0), Beat(9, 9.0, awaits=[None])], set(), ("absent", 1)),
         ([waiting_for(1), waiting_for(0), Beat(9, 9.0)], set(), ("unconnected", 1)),
         # nobody is blamed again who has been lost before
-        ([waiting_for(1), Beat(left="", blames=1), Beat(9, 9.0)], set(), None),
+        ([waiting_for(1), Beat(left="", blames=1), Beat(9, 9.0)], set(), ""),
         # who has ended its epoch alone
         ([waiting_for(2), waiting_for(0, ahead="it has ended"), waiting_for(1)], set(), ("ahead", 1)),
         ([waiting_for(1), Beat(9, 8.0, left="gloo", lost_peer=True, ahead="it has ended")], set(), ("ahead", 1)),
         ([waiting_for(1, ahead="it has ended"), waiting_for(0, ahead="it has ended")], set(), ("unconnected", 1)),
         # of those that wait for nobody, who has done least; two that have done as much do not tell who it is
-        ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0, exchanges=5), Beat(9, 9.0, exchanges=4)], set(), ("absent", 2)),
-        ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0)], set(), None),
+        ([Beat(9, 9.0, awaits=[None]), Beat(9, 9.0, exchanges=5), Beat(9, 9.0, exchanges=4)], set(), ("absent", 2)),
+        ([Beat(9, 9.0, awaits=[None]), *[Beat(9, 9.0)] * 2], set(), " (alive, and waiting for nobody: ranks 1, 2)"),
+        ([waiting_for(2), Beat(), Beat()], {1, 2}, " (not heard from yet: ranks 1, 2)"),
     ],
 )
-def test_who_is_at_fault(beats: list[Beat], silent: set[int], fault: tuple[str, int] | None) -> None:
+def test_who_is_at_fault(beats: list[Beat], silent: set[int], fault: tuple[str, int] | str) -> None:
     found = find_fault(beats, silent, 0, interval=1.0)
-    assert (found and (found.kind, found.rank)) == fault
-
-
-def test_the_chain_of_those_who_wait() -> None:
-    assert chain([waiting_for(2), Beat(), waiting_for(1)], 0, 1) == [0, 2, 1]
-    assert chain([waiting_for(2), Beat(), Beat()], 0, 1) == []
+    assert (found if isinstance(found, str) else (found.kind, found.rank)) == fault
 
 
 @pytest.mark.parametrize(
@@ -97,6 +91,19 @@ def test_each_listens_to_the_next_that_has_not_ended() -> None:
     neighbor = Neighbor(0, 2, 8.0)
     neighbor.hear(Beat(1), 0.0)
     assert [neighbor.is_due(now) for now in (0.5, 1.0)] == [False, True]
+
+
+@pytest.mark.parametrize("text", ["no JSON", '"a"', '{"of": "another version"}'])
+def test_what_no_rank_has_written_is_reported_and_ignored(text: str, recwarn: pytest.WarningsRecorder) -> None:
+    store = dist.HashStore()
+    for key in ("pipesync/1/pipesync/beat/1", "pipesync/1/pipesync/fault"):
+        store.set(key, text)
+    heartbeat = Heartbeat(store, 0, 2, 8.0, Beat, lambda: None, lambda *_: None)
+    assert heartbeat.read()[1] == Beat()
+    heartbeat.close()
+    assert heartbeat.fault is None
+    said = {str(warning.message).partition(",")[0] for warning in recwarn}
+    assert said == {f"The job's store has {text.encode()!r} under 'pipesync/{key}'" for key in ("beat/1", "fault")}
 
 
 def survive_a_loss() -> dict[int, Any]:

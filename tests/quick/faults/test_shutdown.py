@@ -106,7 +106,7 @@ raise KeyError("a bug in the loop")
 """
 ENDS = """
 from lightning_pipesync.core.faults.errors import add_last_line
-from lightning_pipesync.core.faults.torchrun import report_error_at_shutdown
+from lightning_pipesync.core.faults.shutdown import report_error_at_shutdown
 report_error_at_shutdown()
 report_error_at_shutdown()
 lost = RuntimeError("Connection closed by peer")
@@ -119,7 +119,7 @@ with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
 """
 UNCAUGHT = """
 from lightning_pipesync.core.faults.errors import add_last_line
-from lightning_pipesync.core.faults.uncaught import call_if_uncaught
+from lightning_pipesync.core.faults.shutdown import call_if_uncaught
 undo = call_if_uncaught(lambda error: add_last_line(error, "the last line"))
 """
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.case_table import Outcomes, launch_cases
+from tests.support.lightning_models import regression
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAMES = ("dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync")
@@ -26,29 +27,12 @@ CONNECTED = [(PACKAGES[index % 2], name) for index, name in enumerate(NAMES)]
 def build(package: str, name: str, folder: Path, world_size: int, *callbacks: Any, **how: Any) -> tuple[Any, Any]:
     """A module and a Trainer of one of the two distributions."""
     library = import_module(package)
-
-    class Regression(library.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            return self.layers(batch[0]).square().mean()
-
-        def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-            self.validated = flat(self)
-            self.log("val_loss", self.layers(batch[0]).square().mean(), sync_dist=True)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-    torch.manual_seed(0)
     trainer = library.Trainer(
         strategy=name, devices=world_size, accelerator="cpu", enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, callbacks=list(callbacks),
         **{"logger": False, "enable_checkpointing": False, "max_epochs": 1, **how},
     )  # fmt: skip
-    return Regression(), trainer
+    return regression(package), trainer
 
 
 def loader() -> DataLoader:

@@ -13,10 +13,6 @@ import torch
 from torch import nn
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.core.cluster import BackendCost, Cluster
-from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.layer_limits import LayerTimes
-from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.lab.bench import benchmark
 from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.netlab import network
@@ -26,8 +22,11 @@ from lightning_pipesync.lab.plan.saved import of_result, read_plan
 from lightning_pipesync.lab.plan.trials import to_prove
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import slow_ranks, slowest
+from lightning_pipesync.lab.predictions.cluster import BackendCost, Cluster, MeasuredCost
+from lightning_pipesync.lab.predictions.dear import half_seconds, step_seconds
+from lightning_pipesync.lab.predictions.limits import LayerTimes
+from lightning_pipesync.lab.predictions.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.lab import half_seconds, step_seconds
 from lightning_pipesync.training.registry import METHODS
 from tests.support.own_methods import OWN
 
@@ -44,8 +43,9 @@ WORK = Work(PROFILE, groups=[4 * MIB] * 4)
 
 
 def cluster(bandwidth: float, world_size: int = 4, **errors: float) -> Cluster:
-    link, backend = LinkCost(1e-4, 1 / bandwidth, **errors), BackendCost(1e-4, 1 / bandwidth, **errors, ring_up_to=16)
-    int8 = LinkCost(1e-4, 0.25 / bandwidth + 1e-10)
+    link = MeasuredCost(1e-4, 1 / bandwidth, **errors)
+    backend = BackendCost(1e-4, 1 / bandwidth, **errors, ring_up_to=16)
+    int8 = MeasuredCost(1e-4, 0.25 / bandwidth + 1e-10)
     by_codec = {"none": link, "int8": int8}
     exchanges = {"averages": by_codec, "push and pull": {"none": link}}
     return Cluster(world_size, bandwidth, backend, link, by_codec, exchanges)
@@ -144,7 +144,7 @@ def test_dear_is_planned_with_a_codec_in_both_halves() -> None:
     """Which is no variant of the exact training, and keeps the network busy for as long as its all-reduces take."""
     for bandwidth in (1e6, 1e7):
         at = cluster(bandwidth)
-        at = replace(at, all_reduces={**at.all_reduces, "int4": LinkCost(1e-4, 0.13 / bandwidth + 1e-10)})
+        at = replace(at, all_reduces={**at.all_reduces, "int4": MeasuredCost(1e-4, 0.13 / bandwidth + 1e-10)})
         found = by_method(predict(WORK, at))
         exact, planned = found["dear"], found["dear (compression=int4)"]
         assert exact.exact
@@ -171,7 +171,7 @@ def test_from_where_on_ddp_is_enough() -> None:
     assert enough is not None
     assert by_method(predict(WORK, at.with_bandwidth(1.01 * enough)))["ddp"].seconds <= 0.1 / 0.95
     assert by_method(predict(WORK, at.with_bandwidth(0.9 * enough)))["ddp"].seconds > 0.1 / 0.95
-    slow = replace(at, backend=LinkCost(1.0, 1e-8))
+    slow = replace(at, backend=BackendCost(1.0, 1e-8))
     assert enough_bandwidth(WORK, slow) is None, "latency remains"
     certain, uncertain = (by_method(predict(WORK, one))["ddp"] for one in (at, cluster(1e8, beta_error=1e-9)))
     assert uncertain.seconds == certain.seconds
@@ -259,7 +259,7 @@ def test_links_are_those_of_hosts() -> None:
 
 
 def test_a_torus_saves_latency() -> None:
-    at = replace(cluster(1e9, world_size=1024), halves=LinkCost(1e-3, 1e-9))
+    at = replace(cluster(1e9, world_size=1024), halves=MeasuredCost(1e-3, 1e-9))
     assert at.halves.torus_half(MIB, 32, 32) == pytest.approx(62e-3 + MIB * 1023 / 1024 * 1e-9)
     assert at.halves.reduce_scatter(MIB, 1024) == pytest.approx(1023e-3 + MIB * 1023 / 1024 * 1e-9)
     assert fastest(WORK, at)["dear"] < 0.5 * min(step_seconds(PROFILE, at, size) for size in WORK.bucket_sizes())

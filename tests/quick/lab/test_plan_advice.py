@@ -12,8 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench import preflight
 from lightning_pipesync.lab.bench.preflight import HostFacts, exchange_facts, facts_of_this_host, findings
 from lightning_pipesync.lab.plan import costs as plan_costs
@@ -25,7 +23,9 @@ from lightning_pipesync.lab.plan.saved import Elsewhere, latency_of, of_result, 
 from lightning_pipesync.lab.plan.text import WIDTH
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import slow_ranks
-from lightning_pipesync.methods.laboratory import Prediction
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import Prediction
+from lightning_pipesync.lab.predictions.work import Work
 from tests.quick.lab.test_plan import MIB, PROFILE, WORK, between, cluster
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -149,19 +149,18 @@ def test_a_plan_for_shards_says_hsdp_and_what_to_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "algorithm", "words"),
+    ("hosts", "words"),
     [
-        (8, "auto", "is a ring, as torch's Gloo always has it"),
-        (4096, "auto", "is a double binary tree, which is the faster"),
-        (8, "tree", "is a double binary tree, as asked for."),
+        (8, "is a ring, as torch's Gloo always has it"),
+        (4096, "is a double binary tree, which is the faster"),
     ],
 )
-def test_what_was_not_measured_is_said_to_be_extrapolated(hosts: int, algorithm: Any, words: str) -> None:
+def test_what_was_not_measured_is_said_to_be_extrapolated(hosts: int, words: str) -> None:
     """And what all-reduce is assumed of DDP."""
     measured = cluster(1e8)
     assert "xtrapolated" not in report({}, measured)
     at = replace(measured, backend=replace(measured.backend, world_size=4)).with_hosts(hosts).with_bandwidth(2e8)
-    said = " ".join(as_markdown(WORK, at.with_algorithm(algorithm), result_of(measured, {})).split())
+    said = " ".join(as_markdown(WORK, at, result_of(measured, {})).split())
     assert f"DDP's all-reduce {words}" in said
     assert "Extrapolated from 4 hosts with 800 Mbit/s each. Assumed: " in said
     assert "(extrapolated; nothing was run)" in said
@@ -338,7 +337,7 @@ def test_a_plan_for_other_hosts_is_saved_with_its_own_predictions(
     assert printed["results"][0]["predictions"] == json.loads(json.dumps([asdict(one) for one in predict(WORK, there)]))
     assert printed["results"][0]["measured"] == {}
     assert as_markdown(*read_plan(folder / "plan.json")) == (folder / "plan.md").read_text()
-    elsewhere = Elsewhere(hosts=8, ddp_all_reduce="tree")
+    elsewhere = Elsewhere(hosts=8)
     for one, other in zip(read_plan(folder / "plan.json", elsewhere), read_plan(saved, elsewhere), strict=True):
         assert one == other
     assert main([*words, "--output", str(tmp_path)]) == 2
@@ -355,7 +354,6 @@ def test_a_plan_for_other_hosts_is_saved_with_its_own_predictions(
         ("--delay=40ms", "with --from nothing is measured in an emulated network"),
         ("--racks=2", "with --from nothing is measured in an emulated network"),
         ("--latency=40", "'40' is not a delay"),
-        ("--ddp_all_reduce=ring", "is for another number of hosts than was measured"),
     ],
 )
 def test_what_says_how_to_measure_is_refused_where_nothing_is_measured(
@@ -371,7 +369,6 @@ def test_what_says_how_to_measure_is_refused_where_nothing_is_measured(
     ("option", "said"),
     [
         ("--latency=40ms", "latency='40ms' is for other links than were measured, with --from"),
-        ("--ddp_all_reduce=ring", "ddp_all_reduce='ring' is for another number of hosts than was measured"),
         ("--ranks_per_replica=2", "ranks_per_replica=2 needs a launcher"),
         ("--ranks_per_replica=0", "ranks_per_replica must be at least 1, got 0"),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_pipesync.core.cost import StepCost
+from lightning_pipesync.lab.predictions.limits import StepCost
 from lightning_pipesync.methods.dear.early_gathers import (
     BucketTimes,
     EarlyGathers,

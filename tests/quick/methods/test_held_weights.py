@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync import DeAR, EAPipe
-from lightning_pipesync.core.checksum import checksum
+from lightning_pipesync.core.fingerprints import checksum
 from lightning_pipesync.core.held_weights import REMEDY, HeldWeights, difference
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.shards import device_mesh, shard

@@ -42,7 +42,6 @@ CASES: dict[int, dict[str, Case]] = {
         "diloco": Case({"policy": "diloco", "period": 3, "k": 2, "servers": 1}, "adamw"),
         "dedicated": Case({"policy": "k_async", "k": 2, **DEDICATED}),
         "own orders": Case({"policy": "async", "independent_shards": True}),
-        "encoded fetches": Case({"policy": "async", "servers": 1, "fetch_compression": "int8"}, flushes=False),
     },
 }
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
-from lightning_pipesync.methods.servers.coordinator import Coordinator
-from lightning_pipesync.methods.servers.messages import Accrued, BatchRequest, Decision, Gradient
+from lightning_pipesync.methods.servers.messages import Accrued, Decision, Gradient
 from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
 SHARDS = {"policy": "async", "independent_shards": True}
@@ -180,8 +177,6 @@ def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], facto
     ("settings", "words"),
     [
         ({"dedicated_servers": True}, "set servers=1, or more"),
-        ({"policy": "downpour", "fetch_compression": "int8"}, "fetch_compression='int8' is for weights that"),
-        ({"policy": "easgd", "fetch_compression": "int8"}, "fetch_compression='int8' is for weights that"),
         ({**SHARDS, "policy": "ssp"}, "independent_shards=True is for policies in which every push is an update"),
         ({**SHARDS, "policy": "easgd"}, "independent_shards=True is for policies in which every push is an update"),
         ({**SHARDS, "delay_compensation": "momentum"}, "delay_compensation='momentum' is for weights of one"),
@@ -212,19 +207,3 @@ def test_the_last_batches_are_kept_for_ranks_without_one() -> None:
     assert [resumed.take(1, (1, 1), 3, True) for _ in range(2)] == [0, None]
     assert [resumed.take(1, (1, 2), 3, False) for _ in range(4)] == [0, 1, 2, None]
     assert resumed.take(1, (2, 0), 3, False) == 0, "another loader begins with its first batch"
-
-
-def test_a_rank_that_resumes_first_gets_no_batch_of_the_earlier_run() -> None:
-    sent: list[tuple[int, Any]] = []
-    given = (lambda *message: sent.append(message), range(2), range(1))
-
-    def coordinator() -> Coordinator:
-        return Coordinator(Sequencer(Policy(1, waits=True), range(2)), *given, keep_log=False)
-
-    first = coordinator()
-    first.hand_out(0, BatchRequest(1, 0, num_batches=9, to_each=False, num_resumed=0))
-    resumed = coordinator()
-    resumed.hand_out(1, BatchRequest(1, 0, num_batches=9, to_each=False, num_resumed=1))
-    assert len(sent) == 1, "rank 0 has not resumed yet"
-    resumed.load_state_dict(first.state_dict(), version=0)
-    assert [(rank, what.number) for rank, what in sent] == [(0, 0), (1, 1)]

@@ -9,11 +9,11 @@ from typing import Any, TypeGuard
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core import layers as chain
-from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.parameters import device_of
-from lightning_pipesync.core.work import LayerWork, MethodWork, Work
-from lightning_pipesync.methods.laboratory import LabEntry, Prediction, StandIn
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import LabEntry, Prediction, StandIn
+from lightning_pipesync.lab.predictions.work import LayerWork, MethodWork, Work
+from lightning_pipesync.methods.ea_pipe import split as chain
 
 
 class EAPipeLab(LabEntry):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.core.work import MethodWork, Work
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.work import MethodWork, Work
 
 if TYPE_CHECKING:
     from lightning_pipesync.methods.method import Method
@@ -119,7 +119,9 @@ class Exchange:
 
 
 class LabEntry:
-    """What the laboratory knows of a method. A method overrides what it has to say, in its folder.
+    """What the laboratory knows of a method, whose entry in :mod:`lightning_pipesync.lab.predictions` overrides it.
+
+    That of a method of one's own is set with :func:`~lightning_pipesync.lab.predictions.registry.register_lab`.
 
     Nothing here communicates: predictions are functions of what was measured.
 

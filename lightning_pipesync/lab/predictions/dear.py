@@ -6,26 +6,27 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
-from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.tree import piece_bytes
 from lightning_pipesync.core.dtensors import is_sharded
-from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.work import MethodWork, Profile, Work
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
+from lightning_pipesync.lab.predictions.limits import LayerTimes
+from lightning_pipesync.lab.predictions.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.early_gathers import BucketTimes, choose_early_gathers, simulate_step
-from lightning_pipesync.methods.gradients.low_rank import P, Q
-from lightning_pipesync.methods.gradients.low_rank_cost import bytes_sent, measure_products
-from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
+from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, P, Q, is_factorized
 
 #: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was
 #: measured, as on busy processors, fewer are better.
@@ -34,8 +35,8 @@ LARGER = 4
 #: The codec that is planned.
 CODEC = "int4"
 
-#: The rank of the factors that are planned.
-LOW_RANK = 4
+#: The rank of the factors that are planned; and how often their products are measured, each time for the other factor.
+LOW_RANK, REPEATS = 4, 6
 
 
 class DeARCandidate(BenchCandidate):
@@ -186,3 +187,41 @@ def _buckets(profile: Profile, bucket_mb: float) -> list[list[LayerTimes]]:
     parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
     buckets = plan_buckets(parameters, Fusion(bucket_mb=bucket_mb))
     return [[profile.tensors[int(member.name)] for member in members] for members in buckets]
+
+
+def bytes_sent(tensor: LayerTimes, rank: int, side: int) -> int:
+    """Returns the bytes of a tensor's factor P or Q; those of its gradient, if it is not factorized."""
+    shape = torch.Size(tensor.shape)
+    width = max(4, tensor.num_bytes // max(1, shape.numel()))  # values of 16 bits are sent in fp32
+    if not is_factorized(shape, rank):
+        return width * shape.numel()
+    return width * rank * (shape[0] if side == P else shape[1:].numel())
+
+
+@torch.no_grad()
+def measure_products(gradients: Sequence[Tensor], rank: int) -> float:
+    """Returns the seconds of a step in which a rank makes factors of its gradients, and multiplies their averages.
+
+    It takes the memory of one gradient more and its residual at a time.
+
+    Args:
+        gradients: which stay as they are.
+    """
+    seconds = 0.0
+    for gradient in gradients:
+        if not is_factorized(gradient.shape, rank):
+            continue
+        factorized, into, clock = FactorizedGradient(gradient, rank, True), gradient.clone(), Clock(gradient.device)
+        parts = [torch.empty_like(factor) for factor in factorized.factors]
+        moments = [clock.now()]
+        for _ in range(REPEATS):
+            part = parts[factorized.side]
+            factorized.add(gradient)
+            factorized.take_factor(orthonormal=True)
+            factorized.project(part)
+            factorized.subtract(part)
+            factorized.receive(part)
+            factorized.approximate(into)
+            moments.append(clock.now())
+        seconds += median(clock.seconds_between(*pair) for pair in pairwise(moments))
+    return seconds

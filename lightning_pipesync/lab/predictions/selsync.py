@@ -9,9 +9,9 @@ from fractions import Fraction
 from itertools import count
 from typing import Any
 
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import AVERAGES, BenchCandidate, LabEntry, Prediction, StandIn
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import AVERAGES, BenchCandidate, LabEntry, Prediction, StandIn
+from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
 #: The shares of local steps that are tried.

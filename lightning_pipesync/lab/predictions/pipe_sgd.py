@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.clock import Clock
-from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import device_of
-from lightning_pipesync.core.work import MethodWork, Work
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import BenchCandidate, LabEntry, Prediction, StandIn
+from lightning_pipesync.lab.predictions.work import MethodWork, Work
 from lightning_pipesync.methods.hyperparameters import current
-from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 

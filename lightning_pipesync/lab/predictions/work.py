@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.cost import end_of_pipeline
-from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.buckets import MIB, MOST_BUCKETS
+from lightning_pipesync.lab.predictions.limits import LayerTimes, end_of_pipeline
 
-#: Maximum number of buckets of a gradient that are considered, and the default size of DDP's, in MiB, which always is.
-MOST_BUCKETS, DEFAULT_MB = 40, 25.0
+#: The default size of DDP's buckets, in MiB, which is always considered.
+DEFAULT_MB = 25.0
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,6 @@ class Work:
     groups: Sequence[int] = ()
     #: By name of a prediction why its method, by its own rules, cannot train this model.
     refused: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Work:
-        """Returns what ``dataclasses.asdict`` was made of."""
-        profile = {**saved["profile"], "tensors": [LayerTimes(**tensor) for tensor in saved["profile"]["tensors"]]}
-        measured = {
-            method: MethodWork(**{**one, "layers": [LayerWork(**layer) for layer in one["layers"]]})
-            for method, one in saved["measured"].items()
-        }
-        return cls(**{**saved, "profile": Profile(**profile), "measured": measured})
 
     @property
     def seconds(self) -> float:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import BenchCandidate, Exchange, LabEntry, Prediction
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import BenchCandidate, Exchange, LabEntry, Prediction
+from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 
 #: The exchange whose cost a plan measures.

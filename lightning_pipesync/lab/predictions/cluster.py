@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from statistics import median
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.cost import LinkCost
+
+L = TypeVar("L", bound="MeasuredCost")
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,55 @@ class MeasuredCost(LinkCost):
         sizes, factors = zip(*self.ratios, strict=True)
         return seconds * float(np.interp(math.log(max(1.0, num_bytes)), np.log(sizes), factors))
 
+    def tree_half(self, num_bytes: float, world_size: int, pieces: float = math.inf) -> float:
+        """Returns the seconds of a reduce, or of a broadcast, on a double binary tree (DeAR, Section VII-A).
+
+        ceil(log2 P) messages follow each other, and a rank sends and receives N bytes (Sanders et al., "Two-tree
+        algorithms for full bandwidth broadcast, reduction and scan", 2009). Of each half of the buffer, which travels
+        in ``pieces``, the first one passes all levels of its tree before the next ones keep all links busy.
+        """
+        if world_size == 1:
+            return 0.0
+        depth = math.ceil(math.log2(world_size))
+        return depth * self.alpha + (1 + (depth - 1) / pieces) * num_bytes * self.beta
+
+    def double_tree(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of an all-reduce on a double binary tree, in small pieces: on many ranks far less than a
+        ring's.
+
+        So NCCL does, in 2 log2(P) messages and 2 N bytes (S. Jeaugey, "Massively Scale Your Deep Learning Training with
+        NCCL 2.4", 2019). Halving and doubling would take about as long.
+        """
+        return 2 * self.tree_half(num_bytes, world_size)
+
+    def torus_half(self, num_bytes: float, columns: int, rows: int) -> float:
+        """Returns the seconds of a reduce-scatter, or of an all-gather, on a 2-D torus: along rows, then columns."""
+        return self.reduce_scatter(num_bytes, columns) + self.reduce_scatter(num_bytes / columns, rows)
+
+    def sharded_servers(self, num_bytes: float, world_size: int, servers: int | None = None) -> float:
+        """Returns the seconds in which all ranks push N bytes of gradients to servers, then pull as many of weights.
+
+        Each of the first S ranks serves a shard of N / S bytes beside its own work. The most loaded links are theirs:
+        (P - 1) N / S bytes come in with the push, and as many go out with the pull. With S = P these are the
+        2 N (P - 1) / P bytes of a ring. But the P - 1 messages of a half are under way at once, where those of a ring
+        follow each other. So alpha counts once a half, which assumes that it is latency; of what it has of processor
+        time for a message, a server spends P - 1 times as much, as in a ring.
+
+        Args:
+            num_bytes: N.
+            world_size: P.
+            servers: S, from 1 to P; None: P.
+        """
+        servers = world_size if servers is None else servers
+        if not 1 <= servers <= world_size:
+            raise ValueError(f"servers must be from 1 to the number of ranks, {world_size}, got {servers!r}.")
+        if world_size == 1:
+            return 0.0
+        return 2 * (self.alpha + (world_size - 1) * num_bytes / servers * self.beta)
+
 
 #: What is so many times as fast as plain TCP has another network.
 OTHER_NETWORK = 2
-
-#: Of an all-reduce; ``auto``: the one that the backend chooses.
-Algorithm = Literal["auto", "ring", "tree"]
 
 
 @dataclass(frozen=True)
@@ -62,11 +107,10 @@ class BackendCost(MeasuredCost):
     By size and number of nodes NCCL chooses between rings and double binary trees (NVIDIA/nccl#754), unless
     ``NCCL_ALGO`` is set. Torch's Gloo always takes a ring (gloo/allreduce.cc). But no method is to gain by a poor
     all-reduce of DDP, which a flat ring is on thousands of hosts: who trains there takes NCCL, or could. So among more
-    than ``ring_up_to`` ranks ``auto`` is the faster of both with Gloo, too.
+    than ``ring_up_to`` ranks it is the faster of both with Gloo, too.
     """
 
     ring_up_to: int = 0
-    algorithm: Algorithm = "auto"
 
     def all_reduce(self, num_bytes: float, world_size: int) -> float:
         """Returns the seconds of an all-reduce: as measured, or of the algorithm that :meth:`chosen` names."""
@@ -78,19 +122,8 @@ class BackendCost(MeasuredCost):
         """Returns the algorithm; ``"measured"``: that which the backend has chosen, of which the time is known."""
         if world_size == self.world_size:
             return "measured"
-        if self.algorithm != "auto":
-            return self.algorithm
         tree_is_faster = self.double_tree(num_bytes, world_size) < super().all_reduce(num_bytes, world_size)
         return "tree" if world_size > self.ring_up_to and tree_is_faster else "ring"
-
-
-L = TypeVar("L", bound=LinkCost)
-
-
-class Change(Protocol):
-    """Returns another cost in place of one, of the same kind, given its codec, too."""
-
-    def __call__(self, link: L, codec: str, /) -> L: ...
 
 
 @dataclass(frozen=True)
@@ -103,40 +136,19 @@ class Cluster:
     world_size: int  # the number of hosts
     bandwidth: float  # bytes per second that a rank can send while it receives as many, by plain TCP
     backend: BackendCost  # of the backend's own all-reduce, which DDP uses
-    halves: LinkCost  # of this package's reduce-scatters and all-gathers, several in a row
+    halves: MeasuredCost  # of this package's reduce-scatters and all-gathers, several in a row
     #: Of this package's all-reduce of fp32, by codec, with encoding and decoding; beta is by bytes before encoding.
-    all_reduces: Mapping[str, LinkCost]
+    all_reduces: Mapping[str, MeasuredCost]
     #: Of what methods have asked to be measured, by its name and codec, with beta as above.
-    exchanges: Mapping[str, Mapping[str, LinkCost]] = field(default_factory=dict)
-    torus: LinkCost | None = None  # of the two halves on a torus; None: the ranks are too few, or it is not known
-    tree: LinkCost | None = None  # of the two halves on a double binary tree; None: as for the torus
+    exchanges: Mapping[str, Mapping[str, MeasuredCost]] = field(default_factory=dict)
+    torus: MeasuredCost | None = None  # of the two halves on a torus; None: the ranks are too few, or it is not known
+    tree: MeasuredCost | None = None  # of the two halves on a double binary tree; None: as for the torus
     #: Whether this package's halves can be on a tree: not over NCCL.
     has_trees: bool = True
     ranks_per_replica: int = 1  # neighboring ranks of a host among which FSDP2 shards a replica
     #: Whether FSDP2's all-reduce between replicas runs under the backward pass: not on a CPU.
     hsdp_overlaps: bool = False
     latency: float | None = None  # seconds of one way of a message, if it is another one than was measured
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Cluster:
-        """Returns what ``dataclasses.asdict`` was made of."""
-
-        def by_codec(links: Mapping[str, Any]) -> dict[str, LinkCost]:
-            return {codec: MeasuredCost(**link) for codec, link in links.items()}
-
-        return cls(
-            saved["world_size"],
-            saved["bandwidth"],
-            BackendCost(**saved["backend"]),
-            MeasuredCost(**saved["halves"]),
-            by_codec(saved["all_reduces"]),
-            {name: by_codec(links) for name, links in saved["exchanges"].items()},
-            None if saved["torus"] is None else MeasuredCost(**saved["torus"]),
-            None if saved.get("tree") is None else MeasuredCost(**saved["tree"]),
-            saved.get("has_trees", True),
-            saved["ranks_per_replica"],
-            saved["hsdp_overlaps"],
-        )
 
     def seconds_on_wire(self, num_bytes: float, codec: str) -> float:
         """Returns the least seconds of an all-reduce: what its encoded bytes take at the bandwidth."""
@@ -160,7 +172,7 @@ class Cluster:
         def changed(link: L, codec: str) -> L:
             return replace(link, beta=link.beta * (self._compression(codec) / compression_of(codec, number)))
 
-        return replace(self._with_links(changed), world_size=number, torus=None, tree=None)
+        return self._with_links(changed, world_size=number, torus=None, tree=None)
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """Returns the same hosts with other links, in bytes per second; what the processors do takes as long.
@@ -179,7 +191,7 @@ class Cluster:
             return replace(link, beta=processing + min(link.beta, before) / before * after)
 
         # A tree sends more bytes than the ring of which alpha and beta are.
-        return replace(self._with_links(changed), bandwidth=bandwidth, tree=None)
+        return self._with_links(changed, bandwidth=bandwidth, tree=None)
 
     def with_latency(self, latency: float, measured: float) -> Cluster:
         """Returns the same hosts with links of another latency; both are the seconds of one way.
@@ -189,15 +201,10 @@ class Cluster:
         """
 
         def changed(link: L, _: str) -> L:
-            moved = replace(link, alpha=max(0.0, link.alpha - measured) + latency)
-            return replace(moved, ratios=()) if isinstance(moved, MeasuredCost) else moved
+            return replace(link, alpha=max(0.0, link.alpha - measured) + latency, ratios=())
 
         # On a tree other numbers of messages follow each other than in the ring of which alpha and beta are.
-        return replace(self._with_links(changed), latency=latency, torus=None, tree=None)
-
-    def with_algorithm(self, algorithm: Algorithm) -> Cluster:
-        """Returns the same hosts, among which the backend's all-reduce has another algorithm, unless it is measured."""
-        return replace(self, backend=replace(self.backend, algorithm=algorithm))
+        return self._with_links(changed, latency=latency, torus=None, tree=None)
 
     def with_errors(self, sign: int) -> Cluster:
         """Returns the cluster with all alphas and betas larger, or smaller, by their standard errors."""
@@ -211,21 +218,16 @@ class Cluster:
     def _compression(self, codec: str) -> float:
         return compression_of(codec, self.world_size)
 
-    def _with_links(self, change: Change) -> Cluster:
-        """Returns the cluster with other costs; ``change`` is called with each one and its codec."""
+    def _with_links(self, change: Callable[[L, str], L], **others: Any) -> Cluster:
+        """Returns the cluster with other costs; ``change`` returns one, given that before and its codec."""
 
-        def by_codec(links: Mapping[str, LinkCost]) -> dict[str, LinkCost]:
-            return {codec: change(link, codec) for codec, link in links.items()}
+        def changed(links: Any, codec: str = "none") -> Any:
+            if isinstance(links, Mapping):
+                return {name: changed(one, name) for name, one in links.items()}
+            return links if links is None else change(links, codec)
 
-        return replace(
-            self,
-            backend=change(self.backend, "none"),
-            halves=change(self.halves, "none"),
-            all_reduces=by_codec(self.all_reduces),
-            exchanges={name: by_codec(links) for name, links in self.exchanges.items()},
-            torus=None if self.torus is None else change(self.torus, "none"),
-            tree=None if self.tree is None else change(self.tree, "none"),
-        )
+        names = ("backend", "halves", "all_reduces", "exchanges", "torus", "tree")
+        return replace(self, **{**{name: changed(getattr(self, name)) for name in names}, **others})
 
 
 @cache
@@ -239,7 +241,7 @@ def compression_of(codec: str | Codec, world_size: int) -> float:
     return ratio * 2 / world_size if codec.gathered else ratio
 
 
-def _most_of_another_network(link: LinkCost, on_wire: float) -> float | None:
+def _most_of_another_network(link: MeasuredCost, on_wire: float) -> float | None:
     """Returns the largest beta that was measured, if it is much less than the seconds of a byte by plain TCP."""
     beta = link.beta + _finite(link.beta_error)
     return beta if 0 < beta < on_wire / OTHER_NETWORK else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_pipesync.core.cluster import Cluster
-from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import (
+from lightning_pipesync.lab.predictions.cluster import Cluster
+from lightning_pipesync.lab.predictions.entry import (
     AVERAGES,
     BenchCandidate,
     Exchange,
@@ -16,6 +15,7 @@ from lightning_pipesync.methods.laboratory import (
     StandIn,
     period_of,
 )
+from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
