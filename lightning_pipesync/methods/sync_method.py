@@ -304,6 +304,9 @@ class SyncMethod(StepCalls):
         self._agreed, self._agreed_members = parameters, group_members(self.optimizers)
         return parameters
 
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(known.name for known in self._agreed if known.tensor is parameter)
+
     @property
     def _has_new_parameters(self) -> bool:
         """Whether an optimizer has other parameters than the ranks agreed on: a callback has unfrozen layers, say."""

@@ -263,13 +263,8 @@ class DeAR(SyncMethod):
         return result
 
     def check_gradient(self, index: int) -> None:
-        buckets = self._fused.of_optimizer(index)
-
-        def name_of(parameter: Tensor) -> str:
-            return next(one.name for bucket in buckets for one in bucket.members if one.tensor is parameter)
-
-        for bucket in buckets:
-            bucket.check_unwritten(name_of, "DeAR has sent it by then, and applies the average")
+        for bucket in self._fused.of_optimizer(index):
+            bucket.check_unwritten(self._name_of, "DeAR has sent it by then, and applies the average")
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass.
