@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.dtensors import ELEMENTWISE
-from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology
+from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses
+from lightning_pipesync.methods.settings import AllReduceSettings, LowRankSettings
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
@@ -24,7 +24,7 @@ SEARCH_MB = (1.0, 100.0)
 
 
 @dataclass(frozen=True)
-class DeARConfig(Settings):
+class DeARConfig(AllReduceSettings, LowRankSettings):
     """Settings of DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
     Pipelining").
 
@@ -86,19 +86,6 @@ class DeARConfig(Settings):
     error_feedback: bool = True
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
 
-    low_rank: int | None = None
-    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
-    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
-    are."""
-
-    low_rank_method: LowRankMethod = "acp_sgd"
-    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
-    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
-
-    topology: Topology = "auto"
-    torus_columns: int | None = None
-    timeout_s: Seconds = 1800.0
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "a positive number of MiB")
@@ -129,11 +116,6 @@ class DeARConfig(Settings):
         """Whether all-gathers of gradients may start under backward."""
         lossless = get_codec(self.compression).lossless and self.low_rank is None
         return self.overlap == "eager" and self.update != "sharded" and lossless
-
-    @property
-    def needs_as_many_ranks(self) -> bool:
-        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
-        return self.uses_error_feedback or self.low_rank is not None
 
     def without_effect(self) -> dict[str, str]:
         ignored, chosen = super().without_effect(), f"with fusion={self.fusion!r}"

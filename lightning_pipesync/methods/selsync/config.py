@@ -12,8 +12,8 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.settings import Average, MakeOptimizer, ReplicaSettings
-from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB
+from lightning_pipesync.methods.settings import AllReduceSettings, LowRankSettings, Partition
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
@@ -23,7 +23,7 @@ Overlap = Literal["forward", "none"]
 
 
 @dataclass(frozen=True)
-class SelSyncConfig(ReplicaSettings):
+class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
     """Settings of SelSync (Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization").
 
     Raises:
@@ -41,7 +41,8 @@ class SelSyncConfig(ReplicaSettings):
     """With ``delta="auto"``: the target share of local steps (Eq. 4), in [0, 1)."""
 
     aggregation: Aggregation = "parameters"
-    """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
+    """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update,
+    which ``low_rank`` needs."""
 
     average: Average = "all_reduce"
     """How a synchronized step averages parameters. ``all_reduce``: each rank sums a share. ``server``: rank 0 is the
@@ -91,23 +92,9 @@ class SelSyncConfig(ReplicaSettings):
     error_feedback: bool = True
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
 
-    low_rank: int | None = None
-    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
-    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
-    are."""
-
-    low_rank_method: LowRankMethod = "acp_sgd"
-    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
-    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation. Both need
-    ``aggregation="gradients"``."""
-
-    topology: Topology = "auto"
-    torus_columns: int | None = None
-
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole."""
 
-    timeout_s: Seconds = 1800.0
     checkpoint_replicas: bool = True
 
     def __post_init__(self) -> None:
