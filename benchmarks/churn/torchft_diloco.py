@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.core.addresses import own_address, split_address
 from lightning_pipesync.core.comm.line import open_store
+from lightning_pipesync.core.jobs import own_address, split_address
 
 #: The outer optimizer's learning rate and momentum (DiLoCo, Section 3), the defaults of local SGD.
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}

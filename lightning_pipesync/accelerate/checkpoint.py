@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.files import replacing
-from lightning_pipesync.core.fingerprints import digest
+from lightning_pipesync.core.fingerprints import checksums_of, digest
 from lightning_pipesync.core.torch_private import local_tensor
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.sharded_state import state_of_shards
@@ -102,15 +101,10 @@ def _read(path: Path, rank: int) -> dict[str, Any] | None:
     return saved
 
 
-def _fingerprint(models: Sequence[nn.Module]) -> int:
-    """Returns a checksum of the weights of this rank: of its shards, if they are sharded."""
-    number = 0
-    for model in models:
-        for tensor in model.state_dict().values():
-            if isinstance(tensor, torch.Tensor):
-                values = local_tensor(tensor).detach().cpu().contiguous().reshape(-1)
-                number = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), number)
-    return number
+def _fingerprint(models: Sequence[nn.Module]) -> list[int]:
+    """Returns checksums of the weights of this rank: of its shards, if they are sharded."""
+    values = [value for model in models for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
+    return checksums_of([local_tensor(value) for value in values])
 
 
 def _file(folder: str | Path, rank: int) -> Path:

@@ -1,8 +1,28 @@
-"""What a program needs that starts several processes on this machine: their environment, and lines of their output."""
+"""The processes of jobs: addresses of their hosts, the environment that they start with, and lines of their output."""
 
 from __future__ import annotations
 
 import os
+import socket
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of ``host:port``, where an IPv6 address is in brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def own_address(host: str, port: int, family: int = socket.AF_UNSPEC) -> str:
+    """Returns the address at which others reach this host: that of its interface towards ``host``."""
+    found, kind, _, _, address = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0]
+    with socket.socket(found, kind) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+    return own
 
 
 def shared_environment(num_processes: int) -> dict[str, str]:

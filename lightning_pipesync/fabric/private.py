@@ -19,8 +19,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer inside Lightning's wrapper, or ``optimizer`` itself if it is not wrapped."""
     if not any(cls.__module__.partition(".")[0] in LIGHTNING for cls in type(optimizer).__mro__):
         return optimizer
-    require(optimizer, "_optimizer")
-    wrapped: Optimizer = optimizer._optimizer  # type: ignore[attr-defined]
+    wrapped: Optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return wrapped
 
 

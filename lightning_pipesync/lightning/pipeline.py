@@ -39,7 +39,7 @@ from lightning_pipesync.lightning.private import (
     without_rank,
 )
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
-from lightning_pipesync.lightning.submodule import Submodule, digest
+from lightning_pipesync.lightning.submodule import Submodule, digest_of
 from lightning_pipesync.lightning.sync import SyncStrategyMixin
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.method import Method
@@ -170,7 +170,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[EAPipe]):
                 lambda: self._submodule.input_of(partial(step, batch, *args)),
                 loss,
                 completes=self._completes,
-                digest=digest(batch),
+                digest=digest_of(batch),
             )
         if trainer.fit_loop.total_batch_idx == 0:
             rank_zero_info(self.attached.describe())

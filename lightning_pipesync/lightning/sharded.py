@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.dtensors import is_sharded
-from lightning_pipesync.fabric.device_mesh import DeviceMeshMixin
 from lightning_pipesync.fabric.distribution import rank_zero_warn
 from lightning_pipesync.fabric.private import materialize
+from lightning_pipesync.fabric.sharded import DeviceMeshMixin
 from lightning_pipesync.lightning.private import name_refused_copies, set_device_mesh
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.sync_method import SyncMethod

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.fingerprints import digest
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.layout import Call
 
@@ -118,10 +117,6 @@ def _only_sequential(module: nn.Module) -> str:
     )
 
 
-def digest(batch: Any) -> int:
-    """Returns a checksum of the first :data:`DIGEST_VALUES` values of each tensor of ``batch``."""
-    number = 0
-    for tensor in tensors_in(batch):
-        some = tensor.detach().reshape(-1)[:DIGEST_VALUES].cpu().contiguous()
-        number = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), number)
-    return number
+def digest_of(batch: Any) -> int:
+    """Returns a digest of the first :data:`DIGEST_VALUES` values of each tensor of ``batch``."""
+    return int(digest([tensor.reshape(-1)[:DIGEST_VALUES] for tensor in tensors_in(batch)])[:15], 16)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_pipesync.methods.replicas.regrouping import Stateful
-
-#: By kind, such as "schedulers", what has a state.
-Parts = Mapping[str, Sequence[Stateful]]
+#: By kind, such as "schedulers", what has a ``state_dict`` and its counterpart.
+Parts = Mapping[str, Sequence[Any]]
 
 #: By a number's name, such as "batches a step": the number, and how a user makes it the same in all jobs.
 Common = Mapping[str, tuple[int, str]]

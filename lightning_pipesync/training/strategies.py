@@ -112,7 +112,7 @@ def passes_to(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 @functools.cache
 def docs_of(dataclass: Any) -> dict[str, str]:
-    """Returns the docstring of each field, as one paragraph, by the field's name; none without the source."""
+    """Returns the docstring of each field, also of a base's, as one paragraph, by its name; none without the source."""
     docs: dict[str, str] = {}
     for base in reversed(inspect.getmro(dataclass)[:-1] if dataclass else ()):
         try:
@@ -124,7 +124,7 @@ def docs_of(dataclass: Any) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
                 assert isinstance(field.target, ast.Name)
                 docs[field.target.id] = " ".join(str(doc.value.value).split())
-    return docs
+    return {name: doc for name, doc in docs.items() if name in dataclass.__dataclass_fields__}
 
 
 def settings_in(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -140,8 +140,7 @@ def signature_of(method: type[Method], mixin: type, ddp_strategy: type, without:
     init = ddp_strategy.__init__  # type: ignore[misc]
     layout: Any = getattr(mixin, "layout_type", None)
     types = {**get_type_hints(init), **get_type_hints(layout or object), **get_type_hints(method.config_type)}
-    of_config = inspect.signature(method.config_type).parameters  # the method's own settings come first
-    settings = {name: given.default for name, given in of_config.items() if name not in without}
+    settings = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
     of_layout = {
         field.name: field.default for field in (fields(layout) if layout else ()) if field.name not in settings
     }

@@ -1,11 +1,15 @@
-"""Where transformers' Trainer is in its training, in jobs that come and go."""
+"""transformers' Trainer in jobs that come and go: its training loader, and where it is in its training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import ExportableState
 
+from lightning_pipesync.accelerate.elastic import ElasticLoader
+from lightning_pipesync.data import TrainLoader
+from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.training.place import check_common
 from lightning_pipesync.transformers.private import count_logs_from_here
 
@@ -28,6 +32,54 @@ FIELDS = (
     "best_metric",
     "best_global_step",
 )
+
+
+class StepsLoader(ElasticLoader):
+    """A training loader whose epochs are the Trainer's: of a fixed number of batches.
+
+    The Trainer counts steps before the training, for ``max_steps`` and schedulers. So its epoch has as many batches as
+    the data with the replicas with which training begins. With fewer or more of them, the data go on from one of their
+    epochs to the next within it.
+
+    Args:
+        loader: what counts epochs and batches of the data.
+        join: joins the other replicas, once.
+    """
+
+    def __init__(self, loader: TrainLoader, join: Callable[[], None]) -> None:
+        super().__init__(loader, join)
+        self._length = num_batches(loader)
+        self._has_begun, self._skipped = False, 0
+
+    def __len__(self) -> int:
+        """Returns the number of batches of an epoch of the Trainer; a TypeError, if the data set does not know it."""
+        return len(self.loader) if self._length is None else self._length
+
+    def _begin_epoch(self) -> None:
+        self._has_begun = True
+        if self.loader.num_batches and self._is_last():
+            self.loader.set_epoch(self.loader.epoch + 1)
+        else:
+            self.loader.load_state_dict(self.loader.state_dict())  # goes on where it is
+
+    def _batches(self) -> Iterator[Any]:
+        """Iterates over the batches from here on; the Trainer stops at the end of its epoch."""
+        is_empty = False  # what is left of an epoch may be
+        while not is_empty:
+            is_empty = self.loader.num_batches == 0
+            for batch in self.loader:
+                is_empty = False
+                yield batch
+
+    def skip_first_batches(self, num_batches: int) -> StepsLoader:
+        """Has the epoch that is set next begin after so many batches, unless the place in the data is known."""
+        self._skipped = num_batches
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins with this epoch, if nothing has told the place in the data: no checkpoint, and no other replica."""
+        if not self._has_begun and (self.loader.epoch, self.loader.num_batches) == (0, 0):
+            self.loader.load_state_dict({"epoch": epoch, "num_batches": self._skipped})
 
 
 class TrainerPlace:

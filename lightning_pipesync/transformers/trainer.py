@@ -1,4 +1,4 @@
-"""Mixin that gives transformers' Trainer a :class:`PipeSyncAccelerator`."""
+"""transformers' Trainer with a :class:`PipeSyncAccelerator`, by a mixin."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
 from transformers import TrainerCallback
 from typing_extensions import override
 
+from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
+from lightning_pipesync.accelerate.sharding import shards_by_fsdp2
 from lightning_pipesync.core.private_names import ChecksOverrides, overrides
-from lightning_pipesync.transformers.accelerator import TrainersAccelerator
-from lightning_pipesync.transformers.place import OTHERS, TrainerPlace
+from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.training.session import contains
+from lightning_pipesync.transformers.place import OTHERS, StepsLoader, TrainerPlace
 from lightning_pipesync.transformers.private import accelerator_of_transformers, skipping_batches
 
 if TYPE_CHECKING:
@@ -25,6 +30,34 @@ else:
 
 #: The events at which transformers gives callbacks the model between a step and the next forward pass.
 AFTER_STEP = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin")
+
+
+class TrainersAccelerator(PipeSyncAccelerator):
+    """A PipeSyncAccelerator that returns a model that it shards without a wrapper: it becomes ``trainer.model``.
+
+    Evaluation mode does not consolidate its weights, which the Trainer does itself.
+    """
+
+    elastic_loader_type = StepsLoader
+    warns_of_own_weights = False  # with label smoothing the Trainer unwraps its model in each step, to read its class
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unwrapped: list[SyncedModule] = []  # which their sessions do not keep
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        wrapper = super()._wrapped(model)
+        if not isinstance(wrapper, SyncedModule) or not shards_by_fsdp2(self):
+            return wrapper
+        if not contains(self._unwrapped, wrapper):
+            self._unwrapped.append(wrapper)
+
+            def resume(*_: Any) -> None:
+                if wrapper.method is not None and wrapper.module.training and torch.is_grad_enabled():
+                    wrapper.begin_to_train()
+
+            wrapper.module.register_forward_pre_hook(resume, prepend=True)  # before FSDP2 gathers the weights
+        return wrapper.module
 
 
 class PipeSyncTrainerMixin(ChecksOverrides, _Base):

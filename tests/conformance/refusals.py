@@ -120,7 +120,7 @@ def damage(framework: str, path: Path, how: str) -> None:
         file.write_bytes(content[:middle] + block + content[middle + 256 :])
         return
     saved = torch.load(file, weights_only=True)
-    flip_a_bit(saved["states"] if framework == "accelerate" else saved["pipesync"]["ranks"][1])
+    flip_a_bit((saved if framework == "accelerate" else saved["pipesync"])["ranks"][1])
     torch.save(saved, file)
 
 

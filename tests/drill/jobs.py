@@ -16,7 +16,7 @@ from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
 from lightning_pipesync.lab.netlab.processes import NAMESPACES
 from lightning_pipesync.lab.predictions.entry import period_of
 from lightning_pipesync.launch.lighthouse import Lighthouse
-from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.replicas.rounds import QuorumRounds
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.loops import FabricLoop, PlainLoop
 from tests.conformance.trainer import fit
@@ -65,7 +65,7 @@ class Jobs(Subject):
 
     def run(self, member: int, gate: Gate, resumed: Checkpoint | None) -> dict[str, Any]:
         case = self._case
-        watch_sections(gate)
+        watch_rounds(gate)
         gate.reach("init")
         method, settings = method_of(case), {**case.settings, "timeout_s": self._timeout_s}
         # With learning rates that do not change, which one that starts again would have to be told.
@@ -83,28 +83,28 @@ class Jobs(Subject):
         return 3 * self._timeout_s + MARGIN_S
 
 
-def watch_sections(gate: Gate) -> None:
-    """Has faults strike before this process joins, and tells the supervisor of each section."""
-    join, run = Sections.join, Sections.run
+def watch_rounds(gate: Gate) -> None:
+    """Has faults strike before this process joins, and tells the supervisor of each round."""
+    join, run = QuorumRounds.join, QuorumRounds.run
 
-    def tell(sections: Sections, ends: bool = False) -> None:
-        steps = sections._method.num_steps
-        of, present, left = sections.took_part, sections.members, sections.left
-        gate.say(section=sections.completed, step=steps, of=of, present=present, left=left, ends=ends)
+    def tell(rounds: QuorumRounds, ends: bool = False) -> None:
+        steps = rounds._method.num_steps
+        of, present, left = rounds.took_part, rounds.members, rounds.left
+        gate.say(round=rounds.completed, step=steps, of=of, present=present, left=left, ends=ends)
 
-    def joining(sections: Sections) -> None:
-        gate.say(joins=sections.id)
+    def joining(rounds: QuorumRounds) -> None:
+        gate.say(joins=rounds.id)
         gate.reach("join")
-        join(sections)
-        tell(sections)
+        join(rounds)
+        tell(rounds)
 
     def running(
-        sections: Sections, section: Any, before: Any, asks: bool = True, ends: bool = False, leaves_by: Any = None
+        rounds: QuorumRounds, round_: Any, before: Any, asks: bool = True, ends: bool = False, leaves_by: Any = None
     ) -> None:
-        run(sections, section, before, asks, ends, leaves_by)
-        tell(sections, ends)
+        run(rounds, round_, before, asks, ends, leaves_by)
+        tell(rounds, ends)
 
-    Sections.join, Sections.run = joining, running  # type: ignore[assignment, method-assign]
+    QuorumRounds.join, QuorumRounds.run = joining, running  # type: ignore[assignment, method-assign]
 
 
 def run_lighthouse(port: int, namespace: str | None) -> None:
@@ -137,7 +137,7 @@ def train_in_loop(loop: Any, save: Checkpoint) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Section:
+class Round:
     """What replicas did together after so many steps: who took part, who was new after it, and who has left with it."""
 
     step: int
@@ -149,10 +149,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Told:
-    """What a process has told of a section: number, steps, whose data it has, who is there then, and who has left."""
+    """What a process has told of a round: number, steps, whose data it has, who is there then, and who has left."""
 
     by: str
-    section: int
+    number: int
     step: int
     of: tuple[str, ...]
     present: tuple[str, ...]
@@ -161,53 +161,53 @@ class Told:
 
 
 def disagreement(told: Sequence[Told]) -> str | None:
-    """Returns in words in which section processes differ on who took part; None: in none."""
+    """Returns in words in which round processes differ on who took part; None: in none."""
     found: dict[int, Told] = {}
     for one in told:
-        other = found.setdefault(one.section, one)
+        other = found.setdefault(one.number, one)
         if one.of and other.of and (one.of, one.step) != (other.of, other.step):
-            return f"section {one.section} is of {_names(one.of)} for {one.by}, of {_names(other.of)} for {other.by}"
+            return f"round {one.number} is of {_names(one.of)} for {one.by}, of {_names(other.of)} for {other.by}"
         if one.of:
-            found[one.section] = one
+            found[one.number] = one
     return None
 
 
-def sections_of(told: Sequence[Told]) -> tuple[list[str], list[Section]]:
-    """Returns with whom training began, and its sections."""
+def rounds_of(told: Sequence[Told]) -> tuple[list[str], list[Round]]:
+    """Returns with whom training began, and its rounds."""
     begin: set[str] = set()
     of: dict[int, Told] = {}
     present: dict[int, set[str]] = {}
     left: dict[int, set[str]] = {}
     for one in told:
-        if one.section == 0:
+        if one.number == 0:
             begin |= set(one.present)
         elif one.of:
-            of[one.section] = one
-        present.setdefault(one.section, set()).update(one.present)
-        left.setdefault(one.section, set()).update(one.left)
-    sections = []
+            of[one.number] = one
+        present.setdefault(one.number, set()).update(one.present)
+        left.setdefault(one.number, set()).update(one.left)
+    rounds = []
     for number in sorted(of):
         one = of[number]
         new = sorted(present[number].difference(one.of))
-        sections.append(Section(one.step, one.of, tuple(new), one.ends, tuple(sorted(left[number]))))
-    return sorted(begin), sections
+        rounds.append(Round(one.step, one.of, tuple(new), one.ends, tuple(sorted(left[number]))))
+    return sorted(begin), rounds
 
 
-def simulated(case: Case, begin: Sequence[str], sections: Sequence[Section]) -> dict[str, Any]:
+def simulated(case: Case, begin: Sequence[str], rounds: Sequence[Round]) -> dict[str, Any]:
     """Returns the result of a simulation of the jobs of a case."""
-    ids = sorted({*begin, *(id for section in sections for id in (*section.took_part, *section.new))})
+    ids = sorted({*begin, *(id for one in rounds for id in (*one.took_part, *one.new))})
     config: Any = METHODS[case.method].config_type(**case.settings)
-    last = sections[-1]
+    last = rounds[-1]
     present, members = set(begin), {0: sorted(begin)}
     lost: dict[int, int] = {}
     back: dict[int, int] = {}
     leaving: dict[int, int] = {}
-    for section in sections:
-        step = section.step
-        lost |= {ids.index(id): step for id in present.difference(section.took_part)}
-        back |= {ids.index(id): step for id in section.new}
-        leaving |= {ids.index(id): step for id in section.left}
-        present = {*section.took_part, *section.new}.difference(section.left)
+    for one in rounds:
+        step = one.step
+        lost |= {ids.index(id): step for id in present.difference(one.took_part)}
+        back |= {ids.index(id): step for id in one.new}
+        leaving |= {ids.index(id): step for id in one.left}
+        present = {*one.took_part, *one.new}.difference(one.left)
         members[step] = sorted(present)
     batches: dict[tuple[str, int], list[int]] = {}
     for id, own in seen(Data(SAMPLES, BATCH_SIZE, seed=0), members, EPOCHS).items():

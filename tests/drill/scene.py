@@ -50,7 +50,7 @@ class Scene:
         reached: the numbers of the faults whose phase has come.
         proofs: of each fault that has happened, by its number.
         hung: those that had to be killed.
-        heard: what processes have said of their sections, in order, and of what they join.
+        heard: what processes have said of their rounds, in order, and of what they join.
         left_behind: what was there after all had ended, in words.
     """
 
@@ -182,7 +182,7 @@ class Scene:
             self.strikes[number].kind.fire(self, number)
         if "did" in event:
             self._said[int(str(event["did"]))] = str(event["what"])
-        if "section" in event or "joins" in event:
+        if "round" in event or "joins" in event:
             self.heard.append((member, event))
         if "result" in event:
             member.result = event["result"]  # type: ignore[assignment]

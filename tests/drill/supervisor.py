@@ -18,7 +18,7 @@ from lightning_pipesync.core.files import replacing
 from tests.drill import system
 from tests.drill.case import Case
 from tests.drill.faults import DAMAGED_BYTES, JOBS
-from tests.drill.jobs import Jobs, Told, disagreement, sections_of, simulated
+from tests.drill.jobs import Jobs, Told, disagreement, rounds_of, simulated
 from tests.drill.scene import RUN_S, Scene
 from tests.drill.subject import Job
 from tests.drill.verdict import (
@@ -126,32 +126,32 @@ def drill_jobs(case: Case, place: Place) -> dict[str, Any]:
 
 
 def seen_of(case: Case, scene: Scene) -> Seen:
-    """Returns what those that were not lost have told of their sections, and what these are to compute."""
+    """Returns what those that were not lost have told of their rounds, and what these are to compute."""
     lost, told = lost_jobs(replace(case, strikes=tuple(scene.strikes))), []
-    joins: dict[int, int] = {}  # by job that has started again, after how many other sections it has begun to join
+    joins: dict[int, int] = {}  # by job that has started again, after how many other rounds it has begun to join
     entered: set[int] = set()
-    sections: set[int] = set()  # of those that were not lost
+    rounds: set[int] = set()  # of those that were not lost
     ends: set[int] = set()
     for member, event in scene.heard:
         if "joins" in event:
             if member.again:
-                joins[member.rank] = len(sections)
+                joins[member.rank] = len(rounds)
             continue
         counts = member.again or member.rank not in lost
         if counts:
             of, present = tuple(event["of"]), tuple(event["present"])
             left = tuple(event["left"])
-            told.append(Told(str(member.rank), event["section"], event["step"], of, present, event["ends"], left))
+            told.append(Told(str(member.rank), event["round"], event["step"], of, present, event["ends"], left))
         if member.again:
             entered.add(member.rank)
         elif counts:
-            (ends if event["ends"] else sections).add(event["section"])
+            (ends if event["ends"] else rounds).add(event["round"])
     differs = disagreement(told)
-    begin, common = sections_of(told)
+    begin, common = rounds_of(told)
     expected = None
     if case.repeatable and begin and common and differs is None:
         expected = simulated(case, begin, common)
-    missed = {rank: len(sections) - before for rank, before in joins.items()}
+    missed = {rank: len(rounds) - before for rank, before in joins.items()}
     return Seen(expected, differs, bool(common), missed, entered)
 
 

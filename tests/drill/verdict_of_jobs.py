@@ -23,7 +23,7 @@ class Seen:
         expected: the result of a simulation with the same members; None: there is none.
         disagreement: in words, how jobs differ on who took part.
         began: whether they have trained together.
-        missed: by job that has started again, how many sections, but the last, the others had without it meanwhile.
+        missed: by job that has started again, how many rounds, but the last, the others had without it meanwhile.
         entered: the jobs that have started again, and were taken in.
     """
 

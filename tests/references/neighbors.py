@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from lightning_pipesync.methods.replicas.neighbors import Neighbors, neighborhood
+from lightning_pipesync.methods.replicas.groups import neighborhood
+from lightning_pipesync.methods.replicas.settings import Neighbors
 
 
 def mixing_matrix(neighbors: Neighbors, number: int, round_: int = 0) -> np.ndarray:

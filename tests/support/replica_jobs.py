@@ -32,8 +32,8 @@ TIMEOUT_S = 120
 DIES, WAITS = 3, 6
 #: Processes of plain loops that run at once.
 AT_ONCE = 8
-#: The section of the second average, from 0 on: after that of the first step.
-SECTION = 2
+#: The round of the second average, from 0 on: after that of the first step.
+ROUND = 2
 
 
 @contextmanager
@@ -229,8 +229,8 @@ def train(jobs: dict[str, Job], addresses: list[str], folder: Path) -> dict[str,
         (folder / f"{number} has started").touch()  # it is alive, so that the others wait for it in their next round
     else:
         sync.join()
-    section = SECTION + bool(settings.get("overlap_steps"))  # the first average has had two
-    mark = partial(when_called, Membership, "commit", section, (folder / str(number)).touch)
+    round_ = ROUND + bool(settings.get("overlap_steps"))  # the first average has had two
+    mark = partial(when_called, Membership, "commit", round_, (folder / str(number)).touch)
     {**job.fates, **job.acts}.get(number, lambda *_: mark())(folder, job.replicas - 1)
     outcome: dict[str, Any] = {"status": 0, "samples": [], "evaluated": {}}
 

@@ -1,4 +1,4 @@
-"""A world in which the sections of replicas run in one process, in a random order that a seed repeats, with faults.
+"""A world in which the rounds of replicas run in one process, in a random order that a seed repeats, with faults.
 
 Processes are threads of which one runs at a time. The protocol is the real one; what is simulated are the lighthouse,
 the messages, and a method whose state is the list of the members of each round.
@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from lightning_pipesync.core.faults.lighthouse import Member, Quorum, Standing
-from lightning_pipesync.methods.replicas import membership, sections
-from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.replicas import membership, rounds
+from lightning_pipesync.methods.replicas.rounds import QuorumRounds
 
 #: What may befall a process.
 EVENTS = ("dies", "freezes", "comes", "dies and comes", "leaves")
@@ -81,7 +81,7 @@ class Process:
         self.world.turn.release()
 
     def _train(self) -> str:
-        each = Sections(self.method, "lighthouse:1", self.world.num_replicas, 60)  # type: ignore[arg-type]
+        each = QuorumRounds(self.method, "lighthouse:1", self.world.num_replicas, 60)  # type: ignore[arg-type]
         try:
             each.join()
         except RuntimeError as error:
@@ -91,7 +91,7 @@ class Process:
         self.joined = True
         self.world.note(self)
         while len(self.method.rounds) < self.world.num_rounds:
-            each.send_rest()
+            each.go_on()
             self.method.data.offset += self.method.data.size  # a step
             before = len(self.method.rounds)
             asks = not self.world.unasked or len(self.method.rounds) % self.world.unasked == 0
@@ -99,13 +99,13 @@ class Process:
                 each.leave_now()
             else:
                 leaves_by = 1.0 if self.told and asks else None
-                each.run(self.method.section, self.method.snapshot(), asks=asks, leaves_by=leaves_by)
+                each.run(self.method.round_, self.method.snapshot(), asks=asks, leaves_by=leaves_by)
             if not each.has_left or len(self.method.rounds) > before:
                 self.world.note(self)
             if each.has_left:
                 return "left"
-        each.end(self.method.section)
-        each.leave()
+        each.end(self.method.round_)
+        each.close(ends_waits=False)
         self.left = True
         each.close()
         return "done"
@@ -126,7 +126,7 @@ class Data:
 
 
 class Method:
-    """What :class:`Sections` needs of a method; the state is the members of each round."""
+    """What :class:`QuorumRounds` needs of a method; the state is the members of each round."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.world = process, process.world
@@ -155,7 +155,7 @@ class Method:
     def num_rounds(self) -> int:
         return len(self.rounds)
 
-    def section(self) -> None:
+    def round_(self) -> None:
         everyone = self._line.start(("data", self.rounds)).wait()
         assert all(each == ("data", self.rounds) for each in everyone), everyone
         self.rounds = (*self.rounds, self._line.ring.members)
@@ -184,10 +184,7 @@ class Method:
     def undo_averages(self) -> None:
         pass
 
-    def launch(self) -> None:
-        pass
-
-    def settle(self) -> None:
+    def launch(self, waits: bool = False) -> None:
         pass
 
     def send_rest(self) -> None:
@@ -313,7 +310,7 @@ class World:
         self.random, self.num_rounds, self.faults = random.Random(seed), num_rounds, faults
         self.turns, self.at = 0, at  # turns so far; the one at which something befalls a process, and what
         self.late = late  # whether signs of life may be late
-        self.unasked = unasked  # who takes part is asked in each section, or in one of so many
+        self.unasked = unasked  # who takes part is asked in each round, or in one of so many
         self.num_replicas = num_replicas
         self.turn = threading.Semaphore(0)
         self.processes: list[Process] = []
@@ -374,12 +371,12 @@ class World:
     def run(self) -> None:
         with (
             patch.object(membership, "Line", Line),
-            patch.object(sections, "Lighthouse", Lighthouse),
-            patch.object(sections, "open_store", lambda: SimpleNamespace(port=0)),
-            patch.object(sections, "is_open", lambda ids: any(each.lives for each in self.processes if each.id in ids)),
-            patch.object(sections, "own_address", lambda *_: ""),
+            patch.object(rounds, "Lighthouse", Lighthouse),
+            patch.object(rounds, "open_store", lambda: SimpleNamespace(port=0)),
+            patch.object(rounds, "is_open", lambda ids: any(each.lives for each in self.processes if each.id in ids)),
+            patch.object(rounds, "own_address", lambda *_: ""),
             patch.object(membership, "give_up", lambda _, key: self.given_up.add(key)),
-            patch.object(sections, "time", SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.clock)),
+            patch.object(rounds, "time", SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.clock)),
             patch.object(membership.warnings, "warn", lambda *_, **__: None),
         ):
             try:

@@ -10,9 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.addresses import split_address
 from lightning_pipesync.core.comm.messages import end_waits
 from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.jobs import split_address
 from lightning_pipesync.core.torch_private import new_gloo_group
 
 #: Seconds between two questions whether all have come, and between two looks whether those that have not are alive.

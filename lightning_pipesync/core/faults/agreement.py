@@ -1,21 +1,21 @@
 """What the replicas of a quorum agree on: who continues from where, and who gets what the others know.
 
 [Note: agreement by standings]
-The replicas pass through numbered sections, such as a round. Each completes a section when it has all others' data of
-it, and then tells them so. A replica that has this word from all others goes on. One that misses it, or the data,
-breaks off, and asks for another quorum. There all know where each stands, and come to the same conclusion without
-another message:
+The replicas pass through numbered rounds, in each of which some average starts or is applied. Each completes a round
+when it has all others' data of it, and then tells them so. A replica that has this word from all others goes on. One
+that misses it, or the data, breaks off, and asks for another quorum. There all know where each stands, and come to the
+same conclusion without another message:
 
-- Those of the latest quorum continue. No others can know as much, as each section needs all replicas of its quorum.
-- If one of them misses data of the last section, nobody has gone on, and all undo it. Otherwise it stands.
+- Those of the latest quorum continue. No others can know as much, as each round needs all replicas of its quorum.
+- If one of them misses data of the last round, nobody has gone on, and all undo it. Otherwise it stands.
 - Others that are about to begin are new, also one that has been loaded from a checkpoint. Nobody waits for the rest:
   those that were left out while they were frozen.
 
-One that ends leaves, unless all end: then those that have taken the most steps have a last section together. One that
-was asked to leave tells with which section it does: that is still of all, and those that stay make another group at its
+One that ends leaves, unless all end: then those that have taken the most steps have a last round together. One that
+was asked to leave tells with which round it does: that is still of all, and those that stay make another group at its
 end.
 
-If all are new, the one that has completed the most sections begins, the first of several, and the others get its state.
+If all are new, the one that has completed the most rounds begins, the first of several, and the others get its state.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from lightning_pipesync.core.faults.lighthouse import Member, Quorum
 class Agreement:
     """The outcome of a quorum; ids are those of its members."""
 
-    continuing: list[Member]  # those of the next section, in the order of their ids
+    continuing: list[Member]  # those of the next round, in the order of their ids
     new: list[Member]
-    completed: int  # the number of sections that are complete
+    completed: int  # the number of rounds that are complete
     connected: bool  # whether all that continue still have a group with each other
     generation: str
-    leaving: list[Member] = field(default_factory=list)  # those that continue for this section only
+    leaving: list[Member] = field(default_factory=list)  # those that continue for this round only
     gone: list[Member] = field(default_factory=list)  # those that have left before it
 
     @property
     def staying(self) -> list[Member]:
-        """Those that go on after the next section; the first one hands over what it knows."""
+        """Those that go on after the next round; the first one hands over what it knows."""
         return [member for member in self.continuing if member not in self.leaving]
 
     @property
     def changes(self) -> bool:
-        """Whether some come or leave at the end of the next section."""
+        """Whether some come or leave at the end of the next round."""
         return bool(self.new or self.leaving)
 
     @property
     def members(self) -> list[Member]:
-        """Those that go on after the next section, with those that are new, in the order of their ids."""
+        """Those that go on after the next round, with those that are new, in the order of their ids."""
         return sorted([*self.staying, *self.new], key=lambda member: member.id)
 
 
@@ -89,7 +89,7 @@ def _with_most_steps(members: Sequence[Member]) -> list[Member]:
 
 
 def _undone(of_latest: Sequence[Member], ahead: Sequence[Member], most: int) -> bool:
-    """Returns whether the last section is undone: some miss its data, and the others can undo it."""
+    """Returns whether the last round is undone: some miss its data, and the others can undo it."""
     behind = [member for member in of_latest if member not in ahead]
     return bool(behind) and (
         all(member.standing.completed == most - 1 for member in behind)

@@ -52,17 +52,17 @@ NAME, ADDRESS, NUMBER = "PIPESYNC_REPLICA", "PIPESYNC_LIGHTHOUSE", "PIPESYNC_NUM
 class Standing:
     """Where a replica stands, as it tells the others when it asks for a quorum."""
 
-    completed: int = 0  # the number of rounds, or other sections, of which it has all data
+    completed: int = 0  # the number of rounds of which it has all data
     generation: str = ""  # of the last quorum in which it has taken part; empty: it is new
-    undoable: bool = False  # whether it can undo the last section, as it does not know that all others have it
+    undoable: bool = False  # whether it can undo the last round, as it does not know that all others have it
     connected: bool = False  # whether it has a group with the others of that quorum
     joins: bool = False  # whether it is about to begin, and not at the end of a step
     ends: bool = False  # whether it asks for the last time, at the end of its training
     steps: list[int] = field(default_factory=list)  # of each optimizer
-    steps_after: int = -1  # after how many sections it has taken its last steps
+    steps_after: int = -1  # after how many rounds it has taken its last steps
     shared_by: tuple[str, ...] = ()  # the ids of those who had a share of the data in these steps
     data: list[dict[str, Any]] = field(default_factory=list)  # what its data have in common with the others', by loader
-    last: int = -1  # the number of the last section in which it takes part, as it leaves; -1: it stays
+    last: int = -1  # the number of the last round in which it takes part, as it leaves; -1: it stays
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.addresses import own_address
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.jobs import own_address
 
 #: Seconds that a rank waits for another before it counts as lost.
 TIMEOUT_S = 120.0

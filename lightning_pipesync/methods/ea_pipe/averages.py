@@ -28,12 +28,10 @@ from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.weights import StageWeights
 from lightning_pipesync.methods.gradients.bucket import GradientBuckets
 from lightning_pipesync.methods.method import PIECE_MB
-from lightning_pipesync.methods.replicas.elastic import attracted, force_of
-from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, LOADED, check_flags, check_same
-from lightning_pipesync.methods.replicas.fragments import SAME_STEPS, STEPS, Fragments
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
+from lightning_pipesync.methods.replicas.averages import Averages
+from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, LOADED, SAME_STEPS, STEPS, check_flags, check_same
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
-from lightning_pipesync.methods.replicas.settings import ReplicaSettings
+from lightning_pipesync.methods.replicas.settings import MakeOptimizer, ReplicaSettings, attracted, force_of
 
 #: The flag of a stage that lacks the gradient of a parameter.
 _MISSING = 1
@@ -162,18 +160,17 @@ class ElasticAverages(StageAverages):
         self._period = config.average_period
         parameters = [NamedParameter("", tensor, "", None) for tensor in self._weights.master_parameters()]
         settings = ReferenceSettings(force=config.average_force)
-        self._fragments = Fragments(optimizer, parameters, settings, self._line)
-        self._masters = self._fragments.replicas
+        self._masters = Averages(optimizer, parameters, settings, self._line)
 
     def end_update(self, step: int) -> None:
         self._masters.diverged = True
         number, left = divmod(step + 1, self._period)
         if not left:
-            self._fragments.apply_due(number)
-            self._fragments.start(0, number, None)
+            self._masters.apply_due(number)
+            self._masters.start(0, number, None)
 
     def consolidate(self, step: int) -> None:
-        self._fragments.check_consolidation(step)
+        self._masters.check_consolidation(step)
         self._masters.swap_in_average()
         super().consolidate(step)
 
@@ -184,17 +181,17 @@ class ElasticAverages(StageAverages):
 
     def reset(self) -> None:
         super().reset()
-        self._fragments.drop()
+        self._masters.drop()
         self._masters.keep_average()
-        self._masters.set_global_weights()
+        self._masters.set_global()
         self._masters.diverged = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "reference": self._fragments.state_dict()}
+        return {**super().state_dict(), "reference": self._masters.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._fragments.load_state_dict(state["reference"])
+        self._masters.load_state_dict(state["reference"])
         self._masters.swap_in_average()
 
 

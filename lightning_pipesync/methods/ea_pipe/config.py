@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
-from lightning_pipesync.methods.replicas.elastic import check_force
+from lightning_pipesync.methods.replicas.settings import check_force
 from lightning_pipesync.methods.setting_types import Seconds
 from lightning_pipesync.methods.settings import Settings
 
@@ -102,7 +102,6 @@ class EAPipeConfig(Settings):
     and the stage."""
 
     timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that does not answer counts as lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -68,21 +68,13 @@ class PeriodClock(AveragingPolicy):
         return self._rounds.started(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps of a period in epochs: those of an epoch when the training began, which may change."""
-        if self._rounds is None or epochs_of(self._period) is None:
-            return {}
-        return {"period": self._period, "steps": self._rounds.period}
+        """Returns the steps of a period: those of a share of an epoch when the training began, which may change."""
+        return {} if self._rounds is None else {"period": self._period, "steps": self._rounds.period}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes with as many steps, if ``period`` is the same as then."""
-        if state.get("period") == self._period:
-            self._rounds = Rounds(state["steps"], self._fragments)
-
-    def snapshot(self) -> Any:
-        return None if self._rounds is None else vars(self._rounds)
-
-    def restore(self, snapshot: Any) -> None:
-        self._rounds = None if snapshot is None else Rounds(**snapshot)
+        """Continues with as many steps, if ``period`` is the same as then."""
+        is_same = state.get("period") == self._period
+        self._rounds = Rounds(state["steps"], self._fragments) if is_same else None
 
     def _planned(self) -> Rounds:
         """Returns the rounds; a collective call if the period is a share of an epoch."""

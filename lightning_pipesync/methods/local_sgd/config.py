@@ -11,12 +11,15 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
-from lightning_pipesync.methods.replicas.elastic import attracted, force_of
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.neighbors import Neighbors
-from lightning_pipesync.methods.replicas.settings import ReplicaSettings
-from lightning_pipesync.methods.setting_types import Compression, Injection, MiB
-from lightning_pipesync.methods.settings import AllReduceSettings, Partition
+from lightning_pipesync.methods.replicas.settings import (
+    MakeOptimizer,
+    Neighbors,
+    ReplicaSettings,
+    attracted,
+    force_of,
+)
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
+from lightning_pipesync.methods.settings import Partition, Topology
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 
@@ -29,7 +32,7 @@ SPARSELOCO_DECAY = 0.95
 
 
 @dataclass(frozen=True)
-class LocalSGDConfig(AllReduceSettings, ReplicaSettings):
+class LocalSGDConfig(ReplicaSettings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
 
     Raises:
@@ -120,18 +123,22 @@ class LocalSGDConfig(AllReduceSettings, ReplicaSettings):
     SparseLoCo, where it stands for the outer momentum). ``auto``: 0.95 for ``chunked_topk``, as in SparseLoCo; 1 for
     others, which forgets nothing."""
 
+    topology: Topology = "auto"
+    torus_columns: int | None = None
+
     partition: Partition = "defdp"
     """Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync, Section
     III-D)."""
 
     full_pass: bool = False
-    """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
 
     injection: Injection | None = None
     """Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E."""
 
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective."""
+
+    timeout_s: Seconds = 1800.0
 
     lighthouse: str | None = None
     """``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that of the
@@ -143,8 +150,6 @@ class LocalSGDConfig(AllReduceSettings, ReplicaSettings):
     ``PIPESYNC_NUM_REPLICAS``, or 1."""
 
     checkpoint_replicas: bool = True
-    """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
-    smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

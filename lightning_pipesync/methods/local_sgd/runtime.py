@@ -14,12 +14,12 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.method import MetricInfo, counted
-from lightning_pipesync.methods.replicas.elastic import check_force, force_of
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.replica import Replica
+from lightning_pipesync.methods.replicas.settings import check_force, force_of
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
-from lightning_pipesync.methods.replicas.unit import ReplicaUnit
 
 
 class LocalSGD(ElasticReplicaMethod):
@@ -76,14 +76,14 @@ class LocalSGD(ElasticReplicaMethod):
 
     def metrics(self) -> dict[str, float]:
         """Returns, besides :meth:`SyncMethod.metrics`, those of the first optimizer."""
-        unit = self._units[0]
-        lssr = unit.num_local_steps / unit.num_steps if unit.num_steps else 0.0
-        return {"rounds": unit.num_rounds, "lssr": lssr, "lr_scale": unit.lr_scale, **super().metrics()}
+        replica = self._replicas[0]
+        lssr = replica.num_local_steps / replica.num_steps if replica.num_steps else 0.0
+        return {"rounds": replica.num_rounds, "lssr": lssr, "lr_scale": replica.lr_scale, **super().metrics()}
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
-        unit = self._units[0]
-        rounds = unit.num_rounds - before["rounds"]
-        why = f", since a round takes period={self.config.period!r}" if not rounds and unit.num_local_steps else ""
+        replica = self._replicas[0]
+        rounds = replica.num_rounds - before["rounds"]
+        why = f", since a round takes period={self.config.period!r}" if not rounds and replica.num_local_steps else ""
         return f"{counted(rounds, 'round')} in {counted(num_steps, 'step')}{why}"
 
     def _check_support(self) -> None:
@@ -96,13 +96,13 @@ class LocalSGD(ElasticReplicaMethod):
             number = max(at_least, replicas_of(self.transport).world_size)
             check_force("elastic_force", force_of(self.config.elastic_force, number), number)
 
-    def _new_units(self) -> list[ReplicaUnit]:
+    def _new_replicas(self) -> list[Replica]:
         try:
             self._check_force()
         except ValueError as error:  # more have come
             if dist.get_rank() == 0:
                 warnings.warn(f"{error} That is what it is until there are fewer.", stacklevel=2)
-        return super()._new_units()
+        return super()._new_replicas()
 
     def _shape_settings(self) -> dict[str, Any]:
         return {**super()._shape_settings(), "outer_optimizer": self.config.outer_optimizer}

@@ -1,4 +1,11 @@
-"""Flags of one byte, by which ranks learn what the others are about to do; a policy adds bits of its own."""
+"""Flags of one byte, by which ranks learn what the others are about to do.
+
+[Note: a flag's byte]
+A rank sends one where it exchanges a gradient's measure (bits 1 to 32), is about to start an average (its steps modulo
+7), to consolidate the weights (64, with its steps modulo 64, or with the bits of a gradient that it has skipped), or
+has loaded weights (128). The second never has a bit of :data:`SKIPPED`, and the first always has one: a rank that does
+something else than the others is named, and no flag is taken for another.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,19 @@ from collections.abc import Sequence
 
 from lightning_pipesync.core.comm.transport import Transport
 
-#: The rank has loaded weights since its last step.
-LOADED = 128
-#: It is about to consolidate the weights, and takes no step.
-CONSOLIDATE = 64
+# Of a gradient (SelSync, Algorithm 1, ``flags[n]``):
+SYNCHRONIZE = 1  # its relative change is at least delta
+MISSING_GRADIENT = 2  # a parameter has no gradient
+NOT_FINITE = 4  # the gradient is not finite
+SKIPPED = 8, 16  # the rank has skipped an even or an odd number of steps; one of the two is set in every flag
+UNDEFINED = 32  # the relative change is not defined: the step is synchronized, and does not update delta
+
+CONSOLIDATE = 64  # the rank is about to consolidate the weights, and takes no step
+LOADED = 128  # it has loaded weights since its last step
+
+# What its number of steps is modulo, as it consolidates the weights, and when an average starts: a prime, as the steps
+# of policies that disagree mostly differ by a power of two.
+STEPS, STEPS_AT_START = 64, 7
 
 _IF_ONLY_SOME = {
     LOADED: "has loaded weights since the last step, and the others have not: all ranks have to load the same ones.",
@@ -17,6 +33,12 @@ _IF_ONLY_SOME = {
     "others take a step: all ranks have to do so together, after the same averages (end_step of a policy of your own "
     "must return the same on all ranks).",
 }
+
+SAME_STEPS = "have not taken as many steps: all ranks take a step, or none."
+SAME_STARTS = (
+    "start an average after different numbers of steps: all ranks must take the same steps, and end_step of their "
+    "policy must return the same for each of them."
+)
 
 
 def check_flags(flags: Sequence[int], ranks: Sequence[int] | None = None) -> None:

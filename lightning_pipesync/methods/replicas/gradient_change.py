@@ -1,38 +1,18 @@
-"""Selective synchronization (SelSync, Algorithm 1): which steps the ranks synchronize. Nothing here communicates.
-
-One rank does in a step::
-
-    flag = algorithm.measure(squared_norm)      # lines 7, 8, 11 and 12
-    flags = all_gather(flag)                    # line 14
-    if algorithm.decide(flags).synchronized:    # line 15
-        average the parameters                  # lines 16 and 17
-    algorithm.finish_step()
-"""
+"""The relative gradient change, its threshold delta, and what they decide (SelSync, Sections III-A and III-B)."""
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_same
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 
 # With ``delta="auto"``:
 GAIN = 0.5  # step size of the search, in units of log delta
 FIRST_DELTA = 0.01  # first delta / smoothing, to which relative changes are proportional; low: first steps synchronize
 SMALLEST_DELTA = 1e-12  # smaller changes are rounding errors
-
-# The bits of a rank's flag (Algorithm 1, ``flags[n]``), which is one byte:
-SYNCHRONIZE = 1  # its relative gradient change is at least delta
-MISSING_GRADIENT = 2  # a parameter has no gradient
-NOT_FINITE = 4  # its gradient is not finite
-SKIPPED = 8, 16  # it has skipped an even or an odd number of steps; one of the two is set in every flag
-UNDEFINED = 32  # its relative gradient change is not defined: the step is synchronized, and does not update delta
 
 
 class GradientChangeTracker:
@@ -135,85 +115,3 @@ class SyncDecision:
     missing_gradient: bool = False  #: whether a parameter had no gradient on some rank
     not_finite: bool = False  #: whether the gradient was not finite on some rank
     undefined: bool = False  #: whether the change was not defined on some rank
-
-
-class SelectiveSync:
-    """Algorithm 1 on one rank, for the gradient of one optimizer.
-
-    Attributes:
-        decision: the decision about this step; None before :meth:`decide`.
-        is_local: whether no step is ever synchronized.
-    """
-
-    def __init__(self, settings: ReplicaSettings, name: str) -> None:
-        self.tracker = GradientChangeTracker(settings.window, settings.smoothing)
-        self.threshold = Threshold(settings)
-        self.decision: SyncDecision | None = None
-        self.is_local = settings.delta == math.inf
-        self._name = name
-        self._change = math.inf
-        self._num_skipped = 0
-
-    def measure(self, squared_norm: float, missing_gradient: bool = False, skipping: bool = False) -> int:
-        """Updates the tracker with this step's gradient (line 8); returns this rank's flag (lines 11 and 12).
-
-        ``skipping``: whether the user has skipped the step before this rank sends its flag.
-        """
-        self._change = self.tracker.update(squared_norm)
-        flag = SYNCHRONIZE * (self._change >= self.threshold.delta and not self.is_local)
-        flag |= UNDEFINED * math.isinf(self._change)
-        flag |= MISSING_GRADIENT * missing_gradient
-        flag |= NOT_FINITE * (not math.isfinite(squared_norm))
-        return flag | self._skipped_flag(skipping)
-
-    def decide(self, flags: Sequence[int]) -> SyncDecision:
-        """Decides whether the step is synchronized (line 15).
-
-        Args:
-            flags: of all ranks; empty if no step is ever synchronized.
-
-        Raises:
-            RuntimeError: some rank has skipped a step that another one has taken.
-        """
-        self.check(flags)
-        union = functools.reduce(operator.or_, flags, 0)
-        self.decision = SyncDecision(
-            self._change,
-            self.threshold.delta,
-            synchronized=bool(union & SYNCHRONIZE),
-            missing_gradient=bool(union & MISSING_GRADIENT),
-            not_finite=bool(union & NOT_FINITE),
-            undefined=bool(union & UNDEFINED),
-        )
-        return self.decision
-
-    def finish_step(self) -> None:
-        """Updates delta, unless the change of some rank was not defined."""
-        assert self.decision is not None
-        if not self.decision.undefined:
-            self.threshold.update(self.decision.synchronized)
-        self.decision = None
-
-    def skip_step(self, flags: Sequence[int]) -> None:
-        """Undoes :meth:`measure`: the user has skipped the step. Arguments and errors as of :meth:`decide`."""
-        self.check(flags)
-        self.tracker.undo()
-        self._num_skipped += 1
-        self.decision = None
-
-    def consolidation_flag(self, skipping: bool) -> int:
-        """Returns the flag of a rank that is about to consolidate the weights; ``skipping`` as in :meth:`measure`."""
-        return self._skipped_flag(skipping) | CONSOLIDATE
-
-    def check(self, flags: Sequence[int]) -> None:
-        """Raises a RuntimeError unless all ranks consolidate or none, and all have skipped the same steps."""
-        check_same(
-            flags,
-            f"have not skipped the same steps of {self._name}. Once its gradient has been measured, by clipping it or "
-            "by reduce(), all ranks take the step, or none: decide by what is the same on all ranks; for a step that "
-            "changes nothing, set the gradients to zero.",
-            mask=sum(SKIPPED),
-        )
-
-    def _skipped_flag(self, skipping: bool) -> int:
-        return SKIPPED[(self._num_skipped + skipping) % 2]

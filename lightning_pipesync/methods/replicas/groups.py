@@ -1,12 +1,27 @@
-"""Groups of neighboring ranks that train one replica, synchronized in each step, and are averaged with other groups.
+"""The collectives among replicas, and which of the replicas average with each other in a round.
 
-That is local SGD between hosts or racks, and synchronous training within, as HSDP with DiLoCo. The ranks stand in rows,
-one for each group. Between groups each rank averages its part of the replica with the ranks of its column, which have
-the same part: each link between groups carries 1 / ranks of a group.
+[Note: groups of ranks]
+Neighboring ranks may train one replica, synchronized in each step: local SGD between hosts or racks, and synchronous
+training within, as HSDP with DiLoCo. The ranks stand in rows, one for each group. Between groups each rank averages its
+part of the replica with the ranks of its column, which have the same part: each link between groups carries 1 / ranks
+of a group.
+
+[Note: gossip]
+With neighbors a round replaces the weights x_i of replica i by sum_j W_ij x_j. W is a doubly stochastic mixing matrix:
+the average of all replicas stays what it is, and each of them comes nearer to it. Here all weights in a row of W that
+are not zero are equal.
+
+[Note: the order of D-PSGD]
+A step of D-PSGD (Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017,
+Algorithm 1) is X_{k+1} = X_k W - gamma dF(X_k): the gradient is that of the weights before the average, and changes
+the weights after it. That is ``period=1, overlap_steps=1`` with ``mixing_factor="progress"``: the average of x_k runs
+while the gradient at x_k is computed. With ``overlap_steps=0`` a round ends a step, as in all local SGD:
+X_{k+1} = (X_k - gamma dF(X_k)) W. The average of all replicas moves by the mean of their steps in either order.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +32,7 @@ from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.methods.replicas.settings import Neighbors
 
 
 class ReplicaGroups:
@@ -83,3 +99,40 @@ def check_group_size(size: int, world_size: int) -> None:
             f"ranks_per_replica={size!r} does not divide {world_size} ranks into two or more groups: set one of "
             f"{', '.join(map(str, possible)) or '1'}."
         )
+
+
+def average_among(
+    replicas: Transport | ReplicaGroups, flat: Tensor, members: Sequence[int], background: bool = False
+) -> Handle[Tensor]:
+    """Sets ``flat`` to its mean over ``members``, this replica and its neighbors; a collective call."""
+    peers = [member for member in members if member != replicas.rank]
+    return replicas.average_with(flat, peers, background=background)
+
+
+def neighborhood(neighbors: Neighbors, replica: int, number: int, round_: int) -> list[int]:
+    """Returns whose weights a replica averages in a round, in order: its neighbors and itself.
+
+    Random pairs are drawn anew in each round, the same on all ranks; of an odd number one replica is left alone.
+
+    Args:
+        replica: the replica, in ``range(number)``.
+        number: the number of replicas.
+        round_: the number of the round, from which pairs are drawn.
+    """
+    if neighbors == "all":
+        return list(range(number))
+    if neighbors == "ring":
+        return sorted({(replica + step) % number for step in (-1, 0, 1)})
+    order = random.Random(round_).sample(range(number), number)
+    place = order.index(replica)
+    return sorted(order[place // 2 * 2 :][:2])
+
+
+def number_of_participants(participation: float, world_size: int) -> int:
+    """Returns how many ranks' weights are averaged: ``participation``, C of FedAvg, times their number."""
+    return 1 if world_size == 1 else int(participation * world_size + 1e-9)
+
+
+def participants(number: int, world_size: int, round_: int) -> list[int]:
+    """Returns the ``number`` of ranks that are averaged in a round, drawn anew in each, the same on all ranks."""
+    return sorted(random.Random(round_).sample(range(world_size), number))

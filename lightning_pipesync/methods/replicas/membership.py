@@ -1,23 +1,29 @@
-"""The replicas that train together now, and the line between them."""
+"""The replicas that train together now, the line between them, and the state that is divided anew among others."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.comm.line import Line, give_up
 from lightning_pipesync.core.comm.objects import Objects
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.agreement import Agreement
 from lightning_pipesync.core.faults.lighthouse import Member
+from lightning_pipesync.core.torch_private import map_tensors
+from lightning_pipesync.methods.replicas.method import Changes
 
 if TYPE_CHECKING:
-    from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
-    from lightning_pipesync.methods.replicas.snapshot import Snapshot
+    from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 
 
 class Membership:
@@ -34,16 +40,12 @@ class Membership:
         timeout: after which a replica that does not answer counts as lost.
     """
 
-    def __init__(self, method: RegroupedReplicaMethod, id: str, job: Objects, timeout: timedelta) -> None:
+    def __init__(self, method: ElasticReplicaMethod, id: str, job: Objects, timeout: timedelta) -> None:
         self._method, self._id, self._job, self._timeout = method, id, job, timeout
         self.members: list[Member] = []
         self.announces = False
         self._line: Line | None = None  # None: it is broken, or there is none yet
         self._made_in = ""  # the generation in which the line was made
-
-    @property
-    def ids(self) -> list[str]:
-        return ids_of(self.members)
 
     @property
     def is_connected(self) -> bool:
@@ -52,9 +54,9 @@ class Membership:
     def go_on(self, agreement: Agreement, before: Snapshot | None = None) -> None:
         """Makes a line of those that continue, unless they have it, and restores the state ``before``, if any."""
         is_new = self._made_in != agreement.generation
-        if is_new and not (agreement.connected and self.ids == ids_of(agreement.continuing)):
+        if is_new and not (agreement.connected and ids_of(self.members) == ids_of(agreement.continuing)):
             snapshot = self._method.snapshot() if before is None else self._method.completed(before)
-            self._connect(agreement, "continuing", snapshot, agreement.continuing, gone=agreement.gone)
+            self.connect(agreement, snapshot)
             self._made_in = agreement.generation
 
     def missing(self, agreement: Agreement) -> list[Member]:
@@ -62,13 +64,8 @@ class Membership:
         present = ids_of([*agreement.continuing, *agreement.gone])
         return [member for member in self.members if member.id not in present]
 
-    def take_in(self, agreement: Agreement, snapshot: Snapshot) -> None:
-        """Makes a line of those that stay and those that are new, and hands over to these what the former know."""
-        first, new = agreement.staying[0], agreement.new
-        self._connect(agreement, "new", snapshot, agreement.members, first, new, agreement.leaving)
-
     def commit(self) -> None:
-        """Tells all replicas that this one has all data of the section, and waits for the same from them."""
+        """Tells all replicas that this one has all data of the round, and waits for the same from them."""
         self._method.transport.exchange_flags(1).wait()
 
     def disconnect(self) -> None:
@@ -92,29 +89,23 @@ class Membership:
         give_up(self._stores(agreement.continuing), self._key(agreement, "continuing"))
         self.give_up(agreement)
 
-    def _connect(
-        self,
-        agreement: Agreement,
-        of: str,
-        snapshot: Snapshot,
-        members: list[Member],
-        first: Member | None = None,
-        new: Sequence[Member] = (),
-        gone: Sequence[Member] = (),
-    ) -> None:
-        """Makes a line, and continues from ``snapshot``, those that are ``new`` from that of ``first``.
+    def connect(self, agreement: Agreement, snapshot: Snapshot, takes_in: bool = False) -> None:
+        """Makes a line of those that continue, and goes on from ``snapshot``.
 
-        Those that are ``gone`` have left in order.
+        ``takes_in``: the line is of those that stay and those that are new, which go on from the snapshot of the first
+        that stays.
         """
+        members = agreement.members if takes_in else agreement.continuing
+        first = agreement.staying[0] if takes_in else members[0]
+        new, gone = (agreement.new, agreement.leaving) if takes_in else ([], agreement.gone)
         before, ids = self.members, ids_of(members)
         self.break_off()
-        stores, rank, key = self._stores(members), ids.index(self._id), self._key(agreement, of)
+        stores, key = self._stores(members), self._key(agreement, "new" if takes_in else "continuing")
         with self._on_all_ranks():
-            line = self._line = Line(stores, rank, key, self._timeout)
+            line = self._line = Line(stores, ids.index(self._id), key, self._timeout)
         with self._on_all_ranks():
             self._method.transport.exchange_with(line)
-        first_rank, new_ranks = ids.index((first or members[0]).id), [ids.index(member.id) for member in new]
-        self._method.regroup(line, snapshot, first_rank, new_ranks)
+        self._method.regroup(line, snapshot, ids.index(first.id), [ids.index(member.id) for member in new])
         self.members = members
         self.commit()
         if self.announces and ids[0] == self._id:
@@ -162,3 +153,52 @@ def ids_of(members: Sequence[Member]) -> list[str]:
 
 def listed(members: Sequence[Member]) -> str:
     return ", ".join(member.described for member in members)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a round may change of a method, see :class:`QuorumRounds`, on ``rank`` of ``world_size`` replicas."""
+
+    rank: int
+    world_size: int
+    changes: Changes
+    replicas: list[dict[str, Any]]
+
+    def with_outer_states(self, change: Callable[[int, Any], Any]) -> Snapshot:
+        """Returns a copy with ``change(numel, state)`` in place of the outer state of each bucket."""
+        replicas = []
+        for replica in self.replicas:
+            buckets = [
+                {**bucket, "outer": change(bucket["global"].numel(), bucket["outer"])} if "outer" in bucket else bucket
+                for bucket in replica["weights"]["buckets"]
+            ]
+            replicas.append({**replica, "weights": {**replica["weights"], "buckets": buckets}})
+        return replace(self, replicas=replicas)
+
+
+def resharded(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
+    """Returns the outer state of this rank's present shard of a bucket of ``numel`` values; a collective call.
+
+    ``outer`` is that of the shard of ``rank`` among ``world_size`` ranks. A lost rank's part of the state is zero.
+    """
+
+    whole = whole_state(rank, world_size, transport, numel, outer)
+    return map_tensors(lambda tensor: transport.shard(tensor).clone() if tensor.dim() else tensor, whole)
+
+
+def whole_state(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
+    """Returns the outer state of a whole bucket; arguments as of :func:`resharded`."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not tensor.dim():  # a counter of steps, which is the same on all ranks
+            return tensor
+        flat = torch.zeros(numel, dtype=tensor.dtype)
+        flat[shard_slice(numel, rank, world_size)] = tensor
+        return transport.all_reduce(flat).wait()
+
+    return map_tensors(whole, outer)
+
+
+def zeroed(numel: int, outer: Any) -> Any:
+    """Returns an outer state of zeros: the others contribute theirs when the state is resharded."""
+    return map_tensors(lambda tensor: torch.zeros_like(tensor) if tensor.dim() else tensor, outer)

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -21,14 +22,14 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, group_members
 from lightning_pipesync.methods.module_hook import hook_loading, modules_with
+from lightning_pipesync.methods.replicas.averages import Averages
 from lightning_pipesync.methods.replicas.flags import LOADED, check_flags, exchange_flags
-from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
+from lightning_pipesync.methods.replicas.groups import check_group_size, number_of_participants, replicas_of
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.replica import Replica
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
-from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
-from lightning_pipesync.methods.replicas.unit import ReplicaUnit, number_of_participants
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -64,21 +65,21 @@ class ReplicaMethod(SyncMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._parameters, self._has_warned = parameters, False
-        self._place = self.transport.rank, self.transport.world_size  # of which the units are
-        self._units: list[ReplicaUnit] = []
-        self._at_detach(self._close_units)
-        self._units = self._new_units()
+        self._place = self.transport.rank, self.transport.world_size  # of which the replicas are
+        self._replicas: list[Replica] = []
+        self._at_detach(lambda _: self._close_replicas())
+        self._replicas = self._new_replicas()
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._non_trainable = self._non_trainable_tensors(others, self._module)
         self._followers: list[NonTrainableTensors] = []
         self._changes = Changes()
         overlaps = self.config.overlaps_forward and self.transport.world_size > 1 and not is_compiled(self._module)
-        replicas = self._replicas
-        self._overlap = ForwardOverlap(self._module, parameters, replicas, self.transport) if overlaps else None
+        buckets = [replica.averages.buckets for replica in self._replicas]
+        self._overlap = ForwardOverlap(self._module, parameters, buckets, self.transport) if overlaps else None
         if self._overlap is not None:
             self._at_detach(self._overlap.close)
-        compared = [r for r in replicas if r.global_weights.flats or self.config.overlap_steps]
-        weights = [tensor for replicas in compared for tensors in replicas.tensors for tensor in tensors]
+        compared = [b for b in chain(*buckets) if b.global_flat is not None or self.config.overlap_steps]
+        weights = [tensor for bucket in compared for tensor in bucket.tensors]
         # Not of a teacher, into which the trained weights may be loaded at every step.
         self._remove_at_detach(hook_loading(self._after_loading, modules_with(self._module, weights)))
 
@@ -93,7 +94,9 @@ class ReplicaMethod(SyncMethod):
         settings = {name: getattr(config, name) for name in structural if name in config.__dataclass_fields__}
         if self.transport.shards is not None and "ranks_per_replica" in settings:  # set, or left to the mesh
             settings["ranks_per_replica"] = self.transport.ranks_per_replica
-        if config.uses_error_feedback or any(replicas.global_weights.has_outer_step for replicas in self._replicas):
+        if config.uses_error_feedback or any(
+            bucket.has_outer_shard for replica in self._replicas for bucket in replica.averages.buckets
+        ):
             settings["topology"] = str(self.transport.topology)  # which says whose residuals and outer states these are
         return {"compression": str(config.compression), "error_feedback": config.uses_error_feedback, **settings}
 
@@ -138,28 +141,24 @@ class ReplicaMethod(SyncMethod):
     @property
     def diverged(self) -> bool:
         """Whether this rank's weights may differ from those of other ranks."""
-        return not self.flushed and any(replicas.diverged for replicas in self._replicas)
-
-    @property
-    def _replicas(self) -> list[ReplicatedTensors]:
-        return [unit.replicas for unit in self._units]
+        return not self.flushed and any(replica.averages.diverged for replica in self._replicas)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Averages the gradient in a warm-up or a group; adopts weights that were consolidated or loaded."""
         self._warn_of_added_parameters()
-        self._units[index].average_gradient()
+        self._replicas[index].average_gradient()
         self._go_on_from_average()  # at which the gradient was computed
         if self._changes.loaded:
             self._together(self._reset_global_weights)
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         self.synchronize()  # before the update, also of weights that the last forward pass did not need
-        return self._units[index].complete_gradient()
+        return self._replicas[index].complete_gradient()
 
     def _skip(self, index: int) -> None:
-        self._units[index].policy.skip_step()
+        self._replicas[index].policy.skip_step()
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and averages what is due.
@@ -168,16 +167,16 @@ class ReplicaMethod(SyncMethod):
             RuntimeError: ``update`` was given and did not call :meth:`reduce` after the last backward pass; the ranks
                 have not taken, or skipped, the same steps; or a peer is lost.
         """
-        unit = self._units[index]
+        replica = self._replicas[index]
         self._go_on_from_average()  # a flush may have come after the gradient was reduced
-        with unit.in_step():
+        with replica.in_step():
             result = self.user_steps.update_own(index, update)  # SelSync, Algorithm 1, line 9
-        if unit.meets_next:
+        if replica.meets_next:
             self._together(partial(self._end_step, index), of_step=index)  # lines 15 to 17
             self._non_trainable.keep_average()
         else:
             self._end_step(index)
-        self._changes.followers |= any(replicas.diverged for replicas in self._replicas)
+        self._changes.followers |= any(replica.averages.diverged for replica in self._replicas)
         if self._overlap:
             self._overlap.end_step()
         if self._followers:  # a running average reads the averaged weights
@@ -204,15 +203,15 @@ class ReplicaMethod(SyncMethod):
         Averages under way are applied when they are due, as after :meth:`resume`.
         """
         if self.flushed:
-            for unit in self._units:
-                unit.move_starts()
+            for replica in self._replicas:
+                replica.averages.move_starts()
             self._end_flush(keeps_average=True)
 
     def _end_step(self, index: int) -> None:
-        """Ends the step of a unit; at the end of a round, averages the other tensors, too."""
+        """Ends the step of an optimizer; at the end of a round, averages the other tensors, too."""
         if self._overlap is not None:
-            self._units[index].end_step(start=partial(self._start_under_forward, index))
-        elif self._units[index].end_step():
+            self._replicas[index].end_step(start=partial(self._start_under_forward, index))
+        elif self._replicas[index].end_step():
             self._average_others(index)
 
     def _start_under_forward(self, index: int) -> None:
@@ -223,7 +222,7 @@ class ReplicaMethod(SyncMethod):
 
     def _average_others(self, index: int) -> None:
         """Averages what no optimizer updates at the end of an optimizer's round."""
-        self._non_trainable.average(self.config.undoes_averages, members=self._units[index].neighborhood)
+        self._non_trainable.average(self.config.undoes_averages, members=self._replicas[index].neighborhood)
 
     def synchronize(self) -> None:
         """Waits for the average of the last step, if it runs under the next forward pass; not a collective call.
@@ -235,13 +234,13 @@ class ReplicaMethod(SyncMethod):
             try:
                 self._overlap.wait()
             except RuntimeError:
-                for replicas in self._replicas:
-                    replicas.diverged = True  # not all of the average has arrived
+                for replica in self._replicas:
+                    replica.averages.diverged = True  # not all of the average has arrived
                 raise
 
-    def _together(self, section: Callable[[], object], of_step: int | None = None) -> None:
+    def _together(self, round_: Callable[[], object], of_step: int | None = None) -> None:
         """Runs a part of a flush, or of the step of an optimizer, in which all ranks communicate."""
-        section()
+        round_()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -283,10 +282,10 @@ class ReplicaMethod(SyncMethod):
         self.synchronize()
 
     def _consolidate(self) -> None:
-        for unit in self._units:
-            unit.check_consolidation()
-        for replicas in self._replicas:
-            replicas.swap_in_average()
+        for replica in self._replicas:
+            replica.check_consolidation()
+        for replica in self._replicas:
+            replica.averages.swap_in_average()
         self._non_trainable.swap_in_average()
         for follower in self._followers:
             follower.average(self.config.undoes_averages, with_parameters=self._changes.followers)
@@ -303,9 +302,10 @@ class ReplicaMethod(SyncMethod):
     def _end_flush(self, keeps_average: bool) -> None:
         """Continues from the average, or restores this rank's replica except tensors that were written to."""
         if self._changes.loaded_since_flush:  # another swap may have replaced what was loaded
-            self._changes.loaded |= any(replicas.written_since_swap() for replicas in self._replicas)
+            self._changes.loaded |= any(replica.averages.written_since_swap() for replica in self._replicas)
         self._changes.loaded_since_flush = False
-        swapped: list[ReplicatedTensors | NonTrainableTensors] = [*self._replicas, self._non_trainable]
+        averages = [replica.averages for replica in self._replicas]
+        swapped: list[Averages | NonTrainableTensors] = [*averages, self._non_trainable]
         for tensors in swapped:
             if keeps_average:
                 tensors.keep_average()
@@ -315,15 +315,12 @@ class ReplicaMethod(SyncMethod):
 
     def _reset_global_weights(self) -> None:
         """Makes weights that were loaded since the last step the global ones; a collective call."""
-        self._drop_averages()
+        for replica in self._replicas:
+            replica.drop_averages()
         self._changes.loaded = False
         check_flags(exchange_flags(self.transport, LOADED))
-        for replicas in self._replicas:
-            replicas.reset_global_weights()
-
-    def _drop_averages(self) -> None:
-        for unit in self._units:
-            unit.drop_averages()
+        for replica in self._replicas:
+            replica.averages.reset_global()
 
     def metrics(self) -> dict[str, float]:
         """Returns those of :meth:`SyncMethod.metrics`; with groups also ``mib_between_groups``.
@@ -347,7 +344,7 @@ class ReplicaMethod(SyncMethod):
         with self.transport.watch.despite_loss():
             self.synchronize()
         return {
-            "units": [unit.state_dict() for unit in self._units],
+            "replicas": [replica.state_dict() for replica in self._replicas],
             "untrained": self._non_trainable.state_dict(),
             "traffic": self.transport.traffic.state_dict(),
             "injection": self.data.injection.state_dict() if self.data.injection else {},
@@ -366,8 +363,8 @@ class ReplicaMethod(SyncMethod):
         check_saved(state["settings"], present, "to start from the averaged weights")
         self._check_place(*state["place"])
         self.synchronize()
-        for unit, saved in zip(self._units, state["units"], strict=True):
-            unit.load_state_dict(saved)
+        for replica, saved in zip(self._replicas, state["replicas"], strict=True):
+            replica.load_state_dict(saved)
         self._non_trainable.load_state_dict(state["untrained"])
         self.flushed = self._changes.loaded = self._changes.loaded_since_flush = False
         self.transport.traffic.load_state_dict(state["traffic"])
@@ -384,20 +381,20 @@ class ReplicaMethod(SyncMethod):
                 "averaged weights, do not load the state; in an adapter's checkpoint, remove the key 'pipesync'."
             )
 
-    def _close_units(self, _: float) -> None:
-        for unit in self._units:  # of the members that there are at the end
-            unit.close()
+    def _close_replicas(self) -> None:
+        for replica in self._replicas:
+            replica.close()
 
-    def _new_units(self) -> list[ReplicaUnit]:
-        """Returns a unit of each optimizer, among the ranks of the transport."""
+    def _new_replicas(self) -> list[Replica]:
+        """Returns the replica of each optimizer, among the ranks of the transport."""
         # Of several optimizers the gradients may become ready in another order on another rank.
         starts_in_pass = (lambda _: self.syncing) if len(self.optimizers) == 1 else None
-        units = []
+        replicas = []
         for index, optimizer in enumerate(self.optimizers):
             parameters = self._ordered([p for p in self._parameters if p.group and p.group[0] == index])
             policy = self._policy(optimizer, parameters)
-            units.append(ReplicaUnit(optimizer, parameters, self.config, self.transport, policy, starts_in_pass))
-        return units
+            replicas.append(Replica(optimizer, parameters, self.config, self.transport, policy, starts_in_pass))
+        return replicas
 
     def _ordered(self, parameters: list[NamedParameter]) -> list[NamedParameter]:
         """Returns parameters, given layer by layer, in the order in which buckets are filled."""

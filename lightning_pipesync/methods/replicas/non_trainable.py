@@ -14,8 +14,8 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.fingerprints import can_be_averaged, marks_of
-from lightning_pipesync.methods.replicas.groups import replicas_of
-from lightning_pipesync.methods.replicas.tensors import average_among, differing, restore_unwritten, to_cpu
+from lightning_pipesync.methods.replicas.groups import average_among, replicas_of
+from lightning_pipesync.methods.replicas.weights import differing, restore_unwritten, to_cpu
 
 
 class NonTrainableTensors:

@@ -6,7 +6,6 @@ A step takes t_bp + max(t_ff, t_ar) instead of t_ff + t_bp + t_ar.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,23 +13,23 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe, UnwrittenWeights
-from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
+from lightning_pipesync.methods.replicas.weights import Weights
 
 
 class AveragedBucket:
-    """One bucket of replicated tensors, by its index."""
+    """A bucket whose average runs under the next forward pass; ``number`` is that of the optimizer's buckets."""
 
-    def __init__(self, replicas: ReplicatedTensors, index: int, names: dict[int, str]) -> None:
-        self._replicas, self._index = replicas, index
-        self.parameters = replicas.tensors[index]
+    def __init__(self, weights: Weights, number: int, names: dict[int, str]) -> None:
+        self._weights, self._number = weights, number
+        self.parameters = weights.tensors
         of_parameters = [names[id(parameter)] for parameter in self.parameters]
         self._unwritten = UnwrittenWeights(self.parameters, of_parameters, own_writes=1)
         self._average: Queued[Tensor] | None = None
 
     def start_update(self, queue: CommQueue) -> None:
         self._unwritten.begin_update()
-        start, finish = partial(self._replicas.start, self._index), partial(self._replicas.finish, self._index)
-        self._average = queue.submit("all_reduce", start, finish, what=f"bucket {self._index}")
+        what = f"bucket {self._number}"
+        self._average = queue.submit("all_reduce", self._weights.start, self._weights.finish, what=what)
 
     def wait(self) -> None:
         """Blocks until the average is there; raises a RuntimeError, too, if somebody has written to the weights."""
@@ -54,14 +53,17 @@ class ForwardOverlap:
         self,
         module: nn.Module,
         parameters: Sequence[NamedParameter],
-        replicas: Sequence[ReplicatedTensors],
+        replicas: Sequence[Sequence[Weights]],
         transport: Transport,
     ) -> None:
         order = ExecutionOrder(module, transport.device)
         names = {id(parameter.tensor): parameter.name for parameter in parameters}
         self._queue = CommQueue("pipesync-averages", transport.device, transport.traffic)
         # Buckets are in the reverse order of the parameters, which is taken for that of the forward pass.
-        self._of_optimizer = [[AveragedBucket(r, i, names) for i in reversed(range(len(r.tensors)))] for r in replicas]
+        self._of_optimizer = [
+            [AveragedBucket(bucket, number, names) for number, bucket in reversed([*enumerate(buckets)])]
+            for buckets in replicas
+        ]
         self.buckets = [bucket for buckets in self._of_optimizer for bucket in buckets]
         needed = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         self._feedpipe: FeedPipe[AveragedBucket] = FeedPipe(module, order, self._queue)

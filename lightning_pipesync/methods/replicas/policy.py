@@ -43,14 +43,8 @@ class AveragingPolicy:
         """Raises a RuntimeError unless all ranks are about to consolidate the weights; a collective call."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank needs to resume."""
+        """Returns what this rank needs to resume; with ``lighthouse`` also to undo a round, and for a new replica."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
-
-    def snapshot(self) -> Any:
-        """Returns what all ranks have agreed on, for :meth:`restore` when they continue without a lost rank."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Continues from what :meth:`snapshot` returned on any rank."""
+        """Continues from what :meth:`state_dict` returned on this rank; with ``lighthouse`` also on another one."""

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Literal
 
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NUMBER
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.neighbors import Neighbors
 from lightning_pipesync.methods.settings import Settings
 
 #: How the average of all replicas is made.
 Average = Literal["all_reduce", "server"]
+#: With which replicas one averages in a round.
+Neighbors = Literal["all", "ring", "random_pairs"]
+#: Returns an optimizer of some tensors.
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+
+#: The elastic force times the number of replicas, if it is "auto": beta of EASGD.
+BETA = 0.9
 
 
 class ReplicaSettings(Settings):
@@ -150,3 +158,25 @@ class ReplicaSettings(Settings):
         if self.delta != "auto":
             ignored["lssr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
         return ignored
+
+
+def force_of(force: float | Literal["auto"], num_replicas: int) -> float:
+    """Returns the share of its distance to the global weights by which a replica is attracted, and they by it.
+
+    Synchronous EASGD: Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015, Eqs. 5, 6.
+    """
+    return BETA / num_replicas if force == "auto" else force
+
+
+def attracted(num_replicas: int, force: float) -> MakeOptimizer:
+    """Returns what makes the optimizer of the global weights, which each replica attracts by ``force``."""
+    return partial(SGD, lr=num_replicas * force)
+
+
+def check_force(name: str, force: float, num_replicas: int, replicas: str = "replicas") -> None:
+    """Raises a ValueError if a force, the setting ``name``, moves the global weights beyond the replicas."""
+    if (moved := num_replicas * force) > 1:
+        raise ValueError(
+            f"{name}={force!r} moves the global weights by {moved:.3g} times their distance to {num_replicas} "
+            f"{replicas}, beyond them: set {1 / num_replicas:.3g} at most (EASGD: {replicas} * alpha <= 1)."
+        )

@@ -1,7 +1,18 @@
-"""Decides by the gradients of an optimizer which steps the ranks synchronize."""
+"""Selective synchronization (SelSync, Algorithm 1): gradients decide which steps the ranks synchronize.
+
+One rank does in a step::
+
+    flag = measure(squared norm of the gradient)    # lines 7, 8, 11 and 12
+    flags = all_gather(flag)                        # line 14
+    if some flag says so:                           # line 15
+        average the parameters                      # lines 16 and 17
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +23,17 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter, SquaredNorm, norm_of_gradients
 from lightning_pipesync.core.profiling import profiled
-from lightning_pipesync.methods.replicas.flags import exchange_flags
-from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision
+from lightning_pipesync.methods.replicas.flags import (
+    CONSOLIDATE,
+    MISSING_GRADIENT,
+    NOT_FINITE,
+    SKIPPED,
+    SYNCHRONIZE,
+    UNDEFINED,
+    check_same,
+    exchange_flags,
+)
+from lightning_pipesync.methods.replicas.gradient_change import GradientChangeTracker, SyncDecision, Threshold
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 
@@ -22,9 +42,11 @@ MANY_LOCAL_STEPS = 500
 
 
 class GradientTrigger(AveragingPolicy):
-    """Exchanges the flags of an optimizer's gradient, by which all ranks take the same decision (Algorithm 1).
+    """Exchanges the flags of an optimizer's gradient, by which all ranks take the same decision.
 
-    ``last`` is the decision about the last step.
+    Attributes:
+        last: the decision about the last step.
+        is_local: whether no step is ever synchronized; then ranks send nothing.
     """
 
     def __init__(
@@ -34,17 +56,22 @@ class GradientTrigger(AveragingPolicy):
         settings: ReplicaSettings,
         transport: Transport,
     ) -> None:
-        self.algorithm = SelectiveSync(settings, type(optimizer).__name__)
-        self.last = SyncDecision(delta=self.algorithm.threshold.delta)
+        self.tracker, self.threshold = GradientChangeTracker(settings.window, settings.smoothing), Threshold(settings)
+        self.last = SyncDecision(delta=self.threshold.delta)
+        self.is_local = settings.delta == math.inf
+        self._optimizer = type(optimizer).__name__
         self._parameters = [parameter.tensor for parameter in parameters]
         self._settings, self._transport = settings, transport
+        self._num_skipped = 0
+        # Of this step: the norm, once the gradient is complete; the flags, once this rank has sent its own.
         self._norm: SquaredNorm | None = None
-        self._some_missing = False
-        self._flags: Handle[list[int]] | None = None  # of this step, once this rank has sent its own
+        self._some_missing, self._change = False, math.inf
+        self._flags: Handle[list[int]] | None = None
+        self._decision: SyncDecision | None = None
         self._steps_in_a_row, self._largest_change = 0, 0.0
 
     def may_start(self, step: int) -> bool:
-        return not self.algorithm.is_local
+        return not self.is_local
 
     def complete_gradient(self) -> bool:
         """Starts to compute the norm of the gradient, in one pass; sends the flag, except on CUDA.
@@ -60,53 +87,81 @@ class GradientTrigger(AveragingPolicy):
         return False
 
     def decide(self) -> SyncDecision:
-        """Waits for the flags of all ranks, and decides whether the step is synchronized; once in a step."""
-        return self.algorithm.decision or self.algorithm.decide(self._exchange().wait())
+        """Waits for the flags of all ranks, and decides whether the step is synchronized (line 15)."""
+        if self._decision is None:
+            flags = self._exchange().wait()
+            self._check(flags)
+            union = functools.reduce(operator.or_, flags, 0)
+            self._decision = SyncDecision(
+                self._change,
+                self.threshold.delta,
+                synchronized=bool(union & SYNCHRONIZE),
+                missing_gradient=bool(union & MISSING_GRADIENT),
+                not_finite=bool(union & NOT_FINITE),
+                undefined=bool(union & UNDEFINED),
+            )
+        return self._decision
 
     def end_step(self, step: int) -> int:
+        """See :meth:`AveragingPolicy.end_step`; updates delta, unless the change of some rank was not defined."""
         self.last = self.decide()
-        self.algorithm.finish_step()
-        self._norm = self._flags = None
+        if not self.last.undefined:
+            self.threshold.update(self.last.synchronized)
+        self._norm = self._flags = self._decision = None
         self._count_local_steps()
         return int(self.last.synchronized)
 
     def skip_step(self) -> None:
         """Ends a skipped step, if its gradient was measured: each measured gradient has a flag, so that all know."""
         if self._norm is not None:
-            self.algorithm.skip_step(self._exchange(skipping=True).wait())
-            self._norm = self._flags = None
+            self._check(self._exchange(skipping=True).wait())
+            self.tracker.undo()
+            self._num_skipped += 1
+            self._norm = self._flags = self._decision = None
 
     def check_consolidation(self) -> None:
         """Checks that all ranks are about to consolidate the weights, and have skipped the same steps."""
-        if not self.algorithm.is_local:
-            flag = self.algorithm.consolidation_flag(skipping=self._norm is not None)
-            self.algorithm.check(exchange_flags(self._transport, flag))
+        if not self.is_local:
+            self._check(exchange_flags(self._transport, self._skipped(self._norm is not None) | CONSOLIDATE))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "tracker": self.algorithm.tracker.state_dict(),
-            "threshold": self.algorithm.threshold.state_dict(),
-        }
+        return {"tracker": self.tracker.state_dict(), "threshold": self.threshold.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "tracker" not in state:
-            return  # it is a clock's
-        self.algorithm.tracker.load_state_dict(state["tracker"])
-        self.algorithm.threshold.load_state_dict(state["threshold"])
+        if "tracker" in state:  # otherwise it is a clock's
+            self.tracker.load_state_dict(state["tracker"])
+            self.threshold.load_state_dict(state["threshold"])
 
     def _exchange(self, skipping: bool = False) -> Handle[list[int]]:
         """Waits for the norm, and sends this rank's flag, once in a step; ``skipping``: the user has skipped it."""
         if self._flags is None:
             assert self._norm is not None
             squared_norm = self._transport.sum_over_shards(self._norm.item())
-            flag = self.algorithm.measure(squared_norm, self._some_missing, skipping)
-            # If no step is ever synchronized, ranks send nothing.
-            self._flags = Handle(list) if self.algorithm.is_local else self._transport.exchange_flags(flag)
+            self._change = self.tracker.update(squared_norm)  # line 8
+            flag = SYNCHRONIZE * (self._change >= self.threshold.delta and not self.is_local)  # lines 11 and 12
+            flag |= UNDEFINED * math.isinf(self._change)
+            flag |= MISSING_GRADIENT * self._some_missing
+            flag |= NOT_FINITE * (not math.isfinite(squared_norm))
+            flag |= self._skipped(skipping)
+            self._flags = Handle(list) if self.is_local else self._transport.exchange_flags(flag)
         return self._flags
+
+    def _skipped(self, skipping: bool) -> int:
+        return SKIPPED[(self._num_skipped + skipping) % 2]
+
+    def _check(self, flags: Sequence[int]) -> None:
+        """Raises a RuntimeError unless all ranks consolidate or none, and all have skipped the same steps."""
+        check_same(
+            flags,
+            f"have not skipped the same steps of {self._optimizer}. Once its gradient has been measured, by clipping "
+            "it or by reduce(), all ranks take the step, or none: decide by what is the same on all ranks; for a step "
+            "that changes nothing, set the gradients to zero.",
+            mask=sum(SKIPPED),
+        )
 
     def _count_local_steps(self) -> None:
         """Warns once if the constant delta seems too large."""
-        if self.last.synchronized or self._settings.delta == "auto" or self.algorithm.is_local:
+        if self.last.synchronized or self._settings.delta == "auto" or self.is_local:
             self._steps_in_a_row, self._largest_change = 0, 0.0
             return
         self._steps_in_a_row += 1

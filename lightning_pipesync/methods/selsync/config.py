@@ -11,10 +11,9 @@ from typing import ClassVar, Literal
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.methods.replicas.global_weights import MakeOptimizer
-from lightning_pipesync.methods.replicas.settings import Average, ReplicaSettings
-from lightning_pipesync.methods.setting_types import Compression, Injection, MiB
-from lightning_pipesync.methods.settings import AllReduceSettings, LowRankSettings, Partition
+from lightning_pipesync.methods.replicas.settings import Average, MakeOptimizer, ReplicaSettings
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
+from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
@@ -24,7 +23,7 @@ Overlap = Literal["forward", "none"]
 
 
 @dataclass(frozen=True)
-class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
+class SelSyncConfig(ReplicaSettings):
     """Settings of SelSync (Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization").
 
     Raises:
@@ -57,9 +56,6 @@ class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
     modules gets ``none``."""
 
     wait_for_hooks: bool = True
-    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
-    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
-    weights: communication stays hidden under the next forward pass."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -81,7 +77,6 @@ class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
     """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's order."""
 
     full_pass: bool = False
-    """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
 
     injection: Injection | None = None
     """Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the ranks sends
@@ -94,12 +89,16 @@ class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
     error_feedback: bool = True
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
 
+    low_rank: int | None = None
+    low_rank_method: LowRankMethod = "acp_sgd"
+    topology: Topology = "auto"
+    torus_columns: int | None = None
+
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole."""
 
+    timeout_s: Seconds = 1800.0
     checkpoint_replicas: bool = True
-    """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
-    smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

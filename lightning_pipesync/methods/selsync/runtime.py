@@ -9,13 +9,59 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.buckets import Fusion, plan_buckets
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.methods.gradients.bucket import GradientBuckets
+from lightning_pipesync.methods.gradients.low_rank import low_rank_gradients
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
 from lightning_pipesync.methods.replicas.gradient_change import SyncDecision
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.gradient_averaging import GradientAveraging
+
+
+class GradientAveraging(GradientTrigger):
+    """A trigger at whose synchronized steps the gradients are averaged before the update (Section III-C)."""
+
+    averages_gradients = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[NamedParameter],
+        settings: ReplicaSettings,
+        transport: Transport,
+    ) -> None:
+        super().__init__(optimizer, parameters, settings, transport)
+        plan = plan_buckets(parameters, Fusion(bucket_mb=settings.bucket_mb))
+        buckets = [[parameter.tensor for parameter in bucket] for bucket in plan]
+        low_rank = low_rank_gradients(parameters, settings)
+        codec, feedback = settings.compression, settings.uses_error_feedback
+        self._gradients = GradientBuckets(buckets, transport, codec, feedback, low_rank)
+
+    def complete_gradient(self) -> bool:
+        """Measures the gradient, and averages it if the step is synchronized.
+
+        Returns:
+            Whether it was averaged with one that is not finite.
+
+        Raises:
+            RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
+        """
+        super().complete_gradient()
+        decision = self.decide()
+        if decision.synchronized:
+            self._gradients.average(decision.missing_gradient)
+        return decision.synchronized and decision.not_finite
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "gradients": self._gradients.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._gradients.load_state_dict(state["gradients"])
 
 
 class SelSync(ReplicaMethod):
@@ -84,12 +130,12 @@ class SelSync(ReplicaMethod):
     @property
     def num_local_steps(self) -> int:
         """Number of local steps so far, of all optimizers."""
-        return sum(unit.num_local_steps for unit in self._units)
+        return sum(replica.num_local_steps for replica in self._replicas)
 
     @property
     def num_synchronized_steps(self) -> int:
         """Number of synchronized steps so far, of all optimizers."""
-        return sum(unit.num_steps - unit.num_local_steps for unit in self._units)
+        return sum(replica.num_steps - replica.num_local_steps for replica in self._replicas)
 
     @property
     def lssr(self) -> float:
@@ -104,7 +150,7 @@ class SelSync(ReplicaMethod):
         Raises:
             ValueError: what is set is negative, or ranks send no flags, as they began with ``delta=inf``.
         """
-        return self._trigger.algorithm.threshold.delta
+        return self._trigger.threshold.delta
 
     @delta.setter
     def delta(self, delta: float) -> None:
@@ -116,11 +162,11 @@ class SelSync(ReplicaMethod):
                 "To set delta later, attach SelSync with a large one, such as 1e9."
             )
         for trigger in self._triggers:
-            trigger.algorithm.threshold.delta = delta
+            trigger.threshold.delta = delta
 
     @property
     def _triggers(self) -> list[GradientTrigger]:
-        return [unit.policy for unit in self._units if isinstance(unit.policy, GradientTrigger)]
+        return [replica.policy for replica in self._replicas if isinstance(replica.policy, GradientTrigger)]
 
     @property
     def _trigger(self) -> GradientTrigger:

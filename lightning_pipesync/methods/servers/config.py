@@ -175,7 +175,6 @@ class ParameterServerConfig(Settings):
     can, if the policy is asynchronous: not with ``sync``, ``k_sync``, ``k_batch_sync`` and ``ssp``."""
 
     timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that is not heard of counts as lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

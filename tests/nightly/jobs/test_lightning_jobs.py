@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGDStrategy
-from lightning_pipesync.methods.replicas.sections import Sections
+from lightning_pipesync.methods.replicas.rounds import QuorumRounds
 from tests.references.elastic_data import Data, seen
 from tests.support.harness import DIED, assert_raised, launch, on_ranks, raised
 from tests.support.lightning_models import SAMPLES, Classifier, dataset, trainer, val_loader
@@ -76,7 +76,7 @@ def leave_and_resume(addresses: list[str], folder: Path) -> list[dict[str, Any]]
         become_replica(address, rank, 2)
         found.append(fit(folder / str(rank), **settings))  # type: ignore[arg-type]
     become_replica(addresses[3], rank, 3)
-    when_called(Sections, "_wait_for_more", 0, ask_to_leave)
+    when_called(QuorumRounds, "_wait_for_more", 0, ask_to_leave)
     found.append(fit(folder / f"{rank} waits"))
     return found
 

@@ -18,11 +18,11 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync.core.comm.gloo import GlooExchange
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.faults import notice
-from lightning_pipesync.methods.replicas import regrouping
-from lightning_pipesync.methods.replicas.fragments import Fragments
+from lightning_pipesync.methods.replicas import jobs
+from lightning_pipesync.methods.replicas.averages import Averages
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.membership import Membership
-from lightning_pipesync.methods.replicas.unit import ReplicaUnit
+from lightning_pipesync.methods.replicas.replica import Replica
 from tests.references.selsync import average
 from tests.support.harness import DIED, assert_raised, launch
 from tests.support.lost_ranks import die, freeze, wait_for
@@ -30,7 +30,7 @@ from tests.support.models import assert_same, state
 from tests.support.replica_jobs import (
     DILOCO,
     NESTEROV,
-    SECTION,
+    ROUND,
     TIMEOUT_S,
     Job,
     at_step,
@@ -44,17 +44,17 @@ Act = Callable[[], object]
 
 def in_average(act: Act, folder: Path, others: int) -> None:
     """Acts when the second average starts."""
-    when_called(Fragments, "start", 1, act)
+    when_called(Averages, "start", 1, act)
 
 
 def when_marked(act: Act, folder: Path, others: int) -> None:
-    """Acts when all others have all data of the marked section, and tell each other so."""
+    """Acts when all others have all data of the marked round, and tell each other so."""
     wait_for(lambda: len(list(folder.iterdir())) == others)
     act()
 
 
 def in_flag(act: Act, folder: Path, others: int) -> None:
-    when_called(Membership, "commit", SECTION, partial(when_marked, act, folder, others))
+    when_called(Membership, "commit", ROUND, partial(when_marked, act, folder, others))
 
 
 def die_in_sum() -> None:
@@ -97,12 +97,12 @@ def under_way(folder: Path, others: int) -> None:
 
 
 def in_states(folder: Path, others: int) -> None:
-    when_called(ReplicaUnit, "_average_states", 1, die_in_gather)
+    when_called(Replica, "_average_states", 1, die_in_gather)
 
 
 def in_new_shards(folder: Path, others: int) -> None:
     """Dies while those that are left after another loss share the outer state anew."""
-    when_called(regrouping, "resharded", 0, die_in_sum)
+    when_called(jobs, "resharded", 0, die_in_sum)
 
 
 def in_handover(folder: Path, others: int) -> None:

@@ -29,7 +29,7 @@ from tests.references.lost_rank import simulate
 from tests.support.harness import DIED, assert_raised, launch, raised
 from tests.support.lost_ranks import die
 from tests.support.models import OPTIMIZERS, assert_same, loss, seeded_mlp
-from tests.support.replica_jobs import DILOCO, SECTION, TIMEOUT_S, launch_replicas, when_called
+from tests.support.replica_jobs import DILOCO, ROUND, TIMEOUT_S, launch_replicas, when_called
 from tests.support.shards import fresh_state, fsdp_plugin, whole
 from tests.support.transformers_models import OF_EIGHT_STEPS, PipeSyncTrainer, Words, llama
 
@@ -113,7 +113,7 @@ def lose_a_rank(replica: int, folder: Path) -> dict[str, Any]:
         if (replica, rank) == (1, 1):
             in_flag(die, folder, 3 * SHARDS - 1)
         else:
-            when_called(Membership, "commit", SECTION, (folder / f"{replica} {rank}").touch)
+            when_called(Membership, "commit", ROUND, (folder / f"{replica} {rank}").touch)
 
     outcome: dict[str, Any] = {}
     outcome["raised"] = raised(lambda: outcome.update(found=train(replica, SETTINGS["FedAvg"], joined=joined)))

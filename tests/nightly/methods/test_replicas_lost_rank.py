@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_pipesync import LocalSGD, SelSync
-from lightning_pipesync.methods.replicas.global_weights import GlobalWeights
+from lightning_pipesync.methods.replicas.weights import Weights
 from tests.support.harness import DIED, assert_raised, launch, raised
 from tests.support.lost_ranks import be_patient, die
 from tests.support.models import Run
@@ -43,7 +43,7 @@ class DyingOuterStep:
     """The outer step of a rank that dies in its ``last`` one: others have its gradient, and not yet its weights."""
 
     def __init__(self, last: int) -> None:
-        self.left, self.step = last, GlobalWeights._outer_step
+        self.left, self.step = last, Weights._outer_step
 
     def __call__(self, *args: Any) -> None:
         self.left -= 1
@@ -61,10 +61,10 @@ def train_until_lost(name: str) -> dict[str, Any]:
     method, settings, _ = CASES[name]
     be_patient()
     run = Run(method, timeout_s=TIMEOUT_S, **settings)
-    replicas = run.sync._units[0].replicas
+    buckets = run.sync._replicas[0].averages.buckets
     if dist.get_rank() == VICTIM and has_outer(name):
-        dying = DyingOuterStep(len(replicas.tensors) + 1)
-        GlobalWeights._outer_step = lambda *args: dying(*args)  # type: ignore[method-assign]
+        dying = DyingOuterStep(len(buckets) + 1)
+        Weights._outer_step = lambda *args: dying(*args)  # type: ignore[method-assign]
     found: dict[str, Any] = {}
 
     def train() -> None:
@@ -75,9 +75,9 @@ def train_until_lost(name: str) -> dict[str, Any]:
             run.step(i)
 
     found["error"] = raised(train)
-    found["flats"] = [flat.clone() for flat in replicas.global_weights.flats]
+    found["flats"] = [bucket.global_flat.clone() for bucket in buckets if bucket.global_flat is not None]
     found["after"], found["again"] = run.sync.state_dict(), run.sync.state_dict()
-    found["weights"] = [[t.detach().clone() for t in tensors] for tensors in replicas.tensors]
+    found["weights"] = [[t.detach().clone() for t in bucket.tensors] for bucket in buckets]
     found["flush"] = raised(run.sync.flush)
     run.sync.detach()
     return found
@@ -102,17 +102,20 @@ def test_the_state_is_the_one_before_the_average_that_is_lost(name: str) -> None
         for error in (found["error"], found["flush"]):
             assert_raised(error, "RuntimeError", f"Rank {VICTIM} ")
             assert "has died" in error[1].splitlines()[-1]
-        before, after = (found[key]["units"][0]["fragments"] for key in ("before", "after"))
+        before, after = (found[key]["replicas"][0]["weights"] for key in ("before", "after"))
         for fragment in after["flights"].keys() & before["flights"].keys():  # others have arrived in between
             assert not differing(after["flights"][fragment], before["flights"][fragment])
-        assert not differing(found["weights"], after["replicas"]["own"])
-        kept = {key: value for key, value in after["replicas"].items() if key in ("common", "outer")}
-        assert not differing(kept, {key: before["replicas"][key] for key in kept})
+        assert not differing(found["weights"], [bucket["own"] for bucket in after["buckets"]])
+        kept, kept_before = (
+            {key: [bucket[key] for bucket in found["buckets"] if key in bucket] for key in ("global", "outer")}
+            for found in (after, before)
+        )
+        assert not differing(kept, kept_before)
         assert not differing(found["again"], found["after"])
         if has_outer(name):
             assert by_path(kept["outer"]), "the outer step has a momentum"
-            agreed.append(kept["common"])
+            agreed.append(kept["global"])
             if "int8" not in name:
-                torn = zip(found["flats"], kept["common"], strict=True)
+                torn = zip(found["flats"], kept["global"], strict=True)
                 assert any(not torch.equal(flat, common) for flat, common in torn), "the loss was within the outer step"
     assert not agreed or not differing(*agreed), "all survivors agree"

@@ -23,7 +23,7 @@ STREAMING: dict[str, Any] = {"period": 4, "overlap_steps": 3, "outer_optimizer":
 
 
 def global_weights(sync: LocalSGD) -> Tensor:
-    return torch.cat(sync._units[0].replicas.global_weights.flats)
+    return torch.cat([bucket.global_flat for bucket in sync._replicas[0].averages.buckets])
 
 
 # --- a flush that is not undone ---------------------------------------------------------------------------------------

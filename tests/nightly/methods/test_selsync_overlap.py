@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync import SelSync, SelSyncStrategy
-from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
+from lightning_pipesync.methods.replicas.weights import Weights
 from tests.support.case_table import launch_cases
 from tests.support.harness import on_ranks
 from tests.support.lightning_models import Classifier, train_loader, trainer
@@ -132,17 +132,17 @@ class Announcing(Classifier):
 def fit(directory: Path) -> int:
     """Holds back the last layer's average, in three steps, until the first layer has run; returns how often."""
     model = Announcing()
-    finish, num_held_back = ReplicatedTensors.finish, 0
+    finish, num_held_back = Weights.finish, 0
 
-    def held_back(self: ReplicatedTensors, index: int, result: object = None) -> None:
+    def held_back(self: Weights, result: object = None) -> None:
         nonlocal num_held_back
-        if num_held_back < 3 and any(tensor is model.model[2].weight for tensor in self.tensors[index]):
+        if num_held_back < 3 and any(tensor is model.model[2].weight for tensor in self.tensors):
             assert model.first_has_run.wait(60), "the step waits for its average"
             num_held_back += 1
-        finish(self, index, result)
+        finish(self, result)
 
     strategy = SelSyncStrategy(delta=0.0, overlap="forward", bucket_mb=1e-4)
-    with mock.patch.object(ReplicatedTensors, "finish", held_back):
+    with mock.patch.object(Weights, "finish", held_back):
         trainer(strategy, 2, directory, max_epochs=1, limit_train_batches=5).fit(model, train_loader())
     return num_held_back
 

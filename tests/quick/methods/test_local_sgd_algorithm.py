@@ -16,10 +16,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync.methods.local_sgd.clock import Rounds, epochs_of, steps_of
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
-from lightning_pipesync.methods.replicas.fragments import divide_layers
-from lightning_pipesync.methods.replicas.neighbors import Neighbors
+from lightning_pipesync.methods.replicas.averages import divide_layers
+from lightning_pipesync.methods.replicas.groups import number_of_participants
+from lightning_pipesync.methods.replicas.settings import Neighbors
 from lightning_pipesync.methods.replicas.step_size import StepSize, measured_noise, scale_of
-from lightning_pipesync.methods.replicas.unit import number_of_participants
 from tests.references.local_sgd import is_due, members
 from tests.references.neighbors import contraction, mixing_matrix
 

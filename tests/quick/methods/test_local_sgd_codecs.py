@@ -74,8 +74,9 @@ def train(
             sync.step(optimizer=optimizer)
             optimizer.zero_grad()
         sent.append(sync.metrics()["mib_sent"] - before)
-    residuals = sync.state_dict()["units"][0]["fragments"]["replicas"].get("feedback", [])
-    scales = [unit.lr_scale for unit in sync._units]
+    buckets = sync.state_dict()["replicas"][0]["weights"]["buckets"]
+    residuals = [bucket["feedback"] for bucket in buckets if "feedback" in bucket]
+    scales = [replica.lr_scale for replica in sync._replicas]
     sync.detach()
     return state(model), [tensor for kept in residuals for tensor in kept.values()], scales, sent[PERIOD]
 

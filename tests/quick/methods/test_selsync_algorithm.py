@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.replicas.gradient_change import (
     FIRST_DELTA,
     GAIN,
     SMALLEST_DELTA,
-    SelectiveSync,
     SyncDecision,
     Threshold,
 )
+from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 from lightning_pipesync.methods.selsync import GradientChangeTracker, SelSyncConfig
 from tests.references.selsync import Decisions, relative_change
 from tests.support.models import OPTIMIZERS, seeded_mlp
@@ -56,16 +60,39 @@ def test_what_is_not_finite_calls_for_a_synchronized_step_and_is_ignored(value: 
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def make_ranks(number: int, **settings: Any) -> list[SelectiveSync]:
-    return [SelectiveSync(SelSyncConfig(window=3, smoothing=0.3, **settings), "SGD") for _ in range(number)]
+class Rank(GradientTrigger):
+    """A rank whose gradient has one value, and that sends its flag to those that share ``flags``, by rank."""
+
+    def __init__(self, flags: dict[int, int], rank: int, **settings: Any) -> None:
+        def exchange_flags(flag: int) -> Handle[list[int]]:
+            flags[rank] = flag
+            return Handle(lambda: list(flags.values()))
+
+        self.parameter = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        transport: Any = SimpleNamespace(
+            device=SimpleNamespace(type="cpu"), rank=rank, exchange_flags=exchange_flags, sum_over_shards=float
+        )
+        parameters = [NamedParameter("weight", self.parameter, "", (0, 0))]
+        config = SelSyncConfig(window=3, smoothing=0.3, **settings)
+        super().__init__(SGD([self.parameter], lr=0.1), parameters, config, transport)
+
+    def measure(self, squared_norm: float | None) -> None:
+        """Has a gradient of this norm, None: no gradient, and sends the flag."""
+        self.parameter.grad = None if squared_norm is None else torch.full_like(self.parameter, squared_norm**0.5)
+        self.complete_gradient()
 
 
-def step(ranks: list[SelectiveSync], squared_norms: Sequence[float]) -> list[SyncDecision]:
-    flags = [rank.measure(norm) for rank, norm in zip(ranks, squared_norms, strict=True)]
-    decisions = [rank.decide(flags) for rank in ranks]
+def make_ranks(number: int, **settings: Any) -> list[Rank]:
+    flags: dict[int, int] = {}
+    return [Rank(flags, rank, **settings) for rank in range(number)]
+
+
+def step(ranks: list[Rank], squared_norms: Sequence[float | None]) -> list[SyncDecision]:
+    for rank, norm in zip(ranks, squared_norms, strict=True):
+        rank.measure(norm)
     for rank in ranks:
-        rank.finish_step()
-    return decisions
+        rank.end_step(1)
+    return [rank.last for rank in ranks]
 
 
 @pytest.mark.parametrize("delta", [0.0, 0.2, 0.5, math.inf, "auto"])
@@ -77,11 +104,14 @@ def test_decisions_of_three_ranks_are_those_of_the_paper(delta: float | str) -> 
     for i in range(60):
         norms = [draw.lognormvariate(0, 0.5) for _ in ranks]
         if i % 3 == 1:
-            flags = [rank.measure(norm, skipping=i % 2 == 0) for rank, norm in zip(ranks, norms, strict=True)]
+            for rank, norm in zip(ranks, norms, strict=True):
+                rank._transport.device.type = "cpu" if i % 2 else "cuda"  # there the flag is sent as it is skipped
+                rank.measure(norm)
+                rank._transport.device.type = "cpu"
             for rank in ranks:
-                if i % 2:
-                    rank.decide(flags)
-                rank.skip_step(flags)
+                rank.decide() if i % 2 else rank._exchange(skipping=True)
+            for rank in ranks:
+                rank.skip_step()
             paper.decide(norms)
             paper.skip()
             continue
@@ -102,13 +132,11 @@ def test_one_rank_decides_for_all() -> None:
     ranks = make_ranks(2, delta="auto")
     step(ranks, [1.0, 1.0])
     delta = ranks[0].threshold.delta
-    flags = [ranks[0].measure(1.0), ranks[1].measure(math.nan, missing_gradient=True)]
-    for rank in ranks:
-        decision = rank.decide(flags)
-        assert (decision.synchronized, decision.missing_gradient) == (True, True)
-        assert (decision.not_finite, decision.undefined) == (True, True)
-        rank.finish_step()
-        assert rank.threshold.delta == delta
+    for norms, missing in (([1.0, math.nan], False), ([1.0, None], True)):
+        for decision in step(ranks, norms):
+            assert (decision.synchronized, decision.missing_gradient) == (True, missing)
+            assert (decision.not_finite, decision.undefined) == (not missing, not missing)
+        assert {rank.threshold.delta for rank in ranks} == {delta} or missing
     assert not any(decision.not_finite for decision in step(ranks, [1.0, 1.0]))
 
 

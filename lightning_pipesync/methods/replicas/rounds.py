@@ -1,25 +1,25 @@
-"""Sections: what replicas that come and go do together, such as a round, all of a quorum or none.
+"""Rounds with a quorum: what replicas that come and go do together, all of a quorum or none.
 
 [Note: what is undone]
-Replicas communicate in sections: the end of a step in which an average starts or is applied. Before one in which some
-starts a replica asks the lighthouse who takes part (:class:`Lighthouse`), also in the next sections until another one
-starts. One that has all data of a section sends one byte to all others, and goes on when it has theirs. If that fails,
-those that are left ask, agree on what is complete (:func:`agree`), undo a section that one of them misses, and repeat
-it from each replica's weights before it: the outcome is a round of those that are left.
+Replicas communicate in rounds: the end of a step in which an average starts or is applied. Before one in which some
+starts a replica asks the lighthouse who takes part (:class:`Lighthouse`), also in the next rounds until another one
+starts. One that has all data of a round sends one byte to all others, and goes on when it has theirs. If that fails,
+those that are left ask, agree on what is complete (:func:`agree`), undo a round that one of them misses, and repeat it
+from each replica's weights before it: the outcome is a round of those that are left.
 
 [Note: who comes]
-A replica that is new joins before its first step: it asks, too, and so is in the quorum of the others' next section.
-When that is complete, the others make another group, with it, and the first of them hands over what it knows.
+A replica that is new joins before its first step: it asks, too, and so is in the quorum of the others' next round. When
+that is complete, the others make another group, with it, and the first of them hands over what it knows.
 
 [Note: who leaves]
-A replica that was asked to leave says so in its question, and takes part in the section. Within it all gather the outer
-state, so that nothing of it is lost. When it is complete those that stay make another group. If no section comes in
-time, a replica leaves between two: it asks once more, as one that has left, and waits for no answer; its question is in
-the others' next quorum, who so do not wait for it.
+A replica that was asked to leave says so in its question, and takes part in the round. Within it all gather the outer
+state, so that nothing of it is lost. When it is complete those that stay make another group. If no round comes in time,
+a replica leaves between two: it asks once more, as one that has left, and waits for no answer; its question is in the
+others' next quorum, who so do not wait for it.
 
-[Note: one question for two sections]
-One that has broken off a section which turns out to be complete asks while others are at the next section. Their answer
-is one of both: it does not ask again before the next one. Until then it has the share of the data that the others had
+[Note: one question for two rounds]
+One that has broken off a round which turns out to be complete asks while others are at the next round. Their answer is
+one of both: it does not ask again before the next one. Until then it has the share of the data that the others had
 meanwhile: also that among those with one that they have taken in, and that was lost while this one did so.
 """
 
@@ -32,17 +32,18 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_pipesync.core.addresses import join_address, own_address, split_address
 from lightning_pipesync.core.comm.line import is_open, open_store
 from lightning_pipesync.core.faults.agreement import Agreement, agree
 from lightning_pipesync.core.faults.errors import is_lost_peer
 from lightning_pipesync.core.faults.lighthouse import SILENCE_S, Lighthouse, Standing
+from lightning_pipesync.core.faults.notice import Notice
+from lightning_pipesync.core.jobs import join_address, own_address, split_address
 from lightning_pipesync.data.elastic import check_common
 from lightning_pipesync.methods.replicas.membership import Membership, ids_of, listed
 
 if TYPE_CHECKING:
-    from lightning_pipesync.methods.replicas.regrouping import RegroupedReplicaMethod
-    from lightning_pipesync.methods.replicas.snapshot import Snapshot
+    from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
+    from lightning_pipesync.methods.replicas.membership import Snapshot
 
 #: Seconds that others are waited for which seem to live, though the lighthouse counts them as lost.
 LATE_S = 2 * SILENCE_S
@@ -50,19 +51,27 @@ LATE_S = 2 * SILENCE_S
 #: Seconds between two questions while there are fewer replicas than training begins with.
 ASK_S = 0.1
 
+#: What all ranks of a job agree on at each step; of several wishes the last one counts.
+STAYS, AFTER_ROUND, NOW = range(3)
+
+#: Seconds of a step, at least, when it is foretold how many there will be.
+SHORTEST_STEP_S = 1e-3
+
 
 class LeftOutError(RuntimeError):
     """The others have continued without this replica."""
 
 
-class Sections:
-    """Runs the sections of a method, with the replicas of each quorum; see the notes of this module.
+class QuorumRounds:
+    """Runs the rounds of a method, with the replicas of each quorum; see the notes of this module.
 
     Attributes:
+        job: this job's ranks.
+        lighthouse: on the first of them.
         id: of this replica among all others.
-        completed: the number of sections so far.
+        completed: the number of rounds so far.
         took_part: the ids of the replicas whose data the last of them has; empty: this one was not among them.
-        members: the ids of the replicas that are there after it, those that are new, too.
+        members: the ids of the replicas that are there after it, those that are new, too: all that have last met.
         left: the ids of those that have left in order with it.
         generation: of the last quorum.
         has_joined: whether this replica is one of those that train.
@@ -78,13 +87,13 @@ class Sections:
         RuntimeError: the lighthouse does not answer.
     """
 
-    def __init__(self, method: RegroupedReplicaMethod, lighthouse: str, num_replicas: int, timeout_s: float) -> None:
+    def __init__(self, method: ElasticReplicaMethod, lighthouse: str, num_replicas: int, timeout_s: float) -> None:
         self._method, self._num_replicas, self._timeout = method, num_replicas, timedelta(seconds=timeout_s)
-        self._job = method.transport.new_objects()
+        self.job = method.transport.new_objects()
         self._store = open_store()
-        stores = self._job.gather_objects(join_address(own_address(*split_address(lighthouse)), self._store.port))
-        self._lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self._job.rank == 0 else None
-        self.id: str = self._job.broadcast_object(self._lighthouse and self._lighthouse.id)
+        stores = self.job.gather_objects(join_address(own_address(*split_address(lighthouse)), self._store.port))
+        self.lighthouse = Lighthouse(lighthouse, stores, timeout_s) if self.job.rank == 0 else None
+        self.id: str = self.job.broadcast_object(self.lighthouse and self.lighthouse.id)
         self.completed, self.generation, self.has_joined, self.has_left = 0, "", False, False
         self.took_part: list[str] = []
         self.left: list[str] = []
@@ -92,13 +101,13 @@ class Sections:
         self._steps: tuple[int, tuple[str, ...]] = -1, ()  # what a standing tells of the last steps
         self._was_silent = False  # when it has asked last
         self._missing_since: dict[str, float] = {}  # the times since when it has missed others, by id
-        self._membership = Membership(method, self.id, self._job, self._timeout)
-        self._next: Agreement | None = None  # which is one of the next section, too
-        self._gathered: Snapshot | None = None  # in a section with which some leave
+        self._membership = Membership(method, self.id, self.job, self._timeout)
+        self._next: Agreement | None = None  # which is one of the next round, too
+        self._gathered: Snapshot | None = None  # in a round with which some leave
 
     @property
     def members(self) -> list[str]:
-        return self._membership.ids
+        return ids_of(self._membership.members)
 
     def join(self) -> None:
         """Joins the others before the first step; waits until they can take this replica in.
@@ -117,45 +126,41 @@ class Sections:
                 self._wait_for_more(agreement, begin)
                 continue
             if self._attempt(agreement, partial(self._join, agreement)):
-                # Others have completed a section before they take new ones in.
+                # Others have completed a round before they take new ones in.
                 self.completed, self.generation = agreement.completed + (not starts), agreement.generation
-                self.has_joined, self._membership.announces = True, self._job.rank == 0
-                self._go_on()
+                self.has_joined, self._steps = True, (self.completed, self._shared_by)
+                self._membership.announces = self.job.rank == 0
 
-    def end(self, section: Callable[[], object]) -> None:
-        """Runs a last section if all others end, after no more steps; otherwise they go on without this replica."""
-        self.send_rest()
+    def end(self, round_: Callable[[], object]) -> None:
+        """Runs a last round if all others end, after no more steps; otherwise they go on without this replica."""
+        self.go_on()
         try:
-            self.run(section, self._method.snapshot(), ends=True)
+            self.run(round_, self._method.snapshot(), ends=True)
         except LeftOutError:
             if self._was_silent:
                 raise
 
-    def greatest(self, number: int) -> int:
-        """Returns the greatest of the numbers of this job's ranks; a collective call of them."""
-        return self._job.greatest(number)
-
     def leave_now(self) -> None:
-        """Leaves for good, between two sections; what the others are still to receive is on its way."""
+        """Leaves for good, between two rounds; what the others are still to receive is on its way."""
         self.has_left = True
         self._tell_goodbye()
 
     def run(
         self,
-        section: Callable[[], object],
+        round_: Callable[[], object],
         before: Snapshot,
         asks: bool = True,
         ends: bool = False,
         leaves_by: float | None = None,
     ) -> None:
-        """Runs a section, again after each loss that has kept a replica from completing it.
+        """Runs a round, again after each loss that has kept a replica from completing it.
 
         Args:
-            section: communicates.
-            before: the state of the method now, as far as the section may change it.
-            asks: whether to ask who takes part, the same on all replicas; False: those of the last section.
-            ends: whether this is the last section.
-            leaves_by: this replica, which asks, leaves with this section, or without it if the others have not come by
+            round_: communicates.
+            before: the state of the method now, as far as the round may change it.
+            asks: whether to ask who takes part, the same on all replicas; False: those of the last round.
+            ends: whether this is the last round.
+            leaves_by: this replica, which asks, leaves with this round, or without it if the others have not come by
                 this time, of ``time.monotonic``; None: it stays.
 
         Raises:
@@ -168,14 +173,16 @@ class Sections:
         last, self.left = -1 if leaves_by is None else number, []
         while True:
             undoable = self.completed == number and not is_final
-            unasked = None if asks or is_repeated or not self._membership.is_connected else self._agreed()
+            unasked = None  # those of the last round take part, unless this replica asks
+            if not (asks or is_repeated) and self._membership.is_connected:
+                unasked = Agreement(self._membership.members, [], self.completed, True, self.generation)
             deadline = math.inf if leaves_by is None or is_repeated else leaves_by
             agreement = self._next or unasked or self._agree(undoable, ends, last, deadline)
             self._next = None
             if agreement is None or self.id in ids_of(agreement.gone):
                 self.leave_now()
                 return
-            if agreement is not unasked and (not self._is_in(agreement) or self._was_left_behind(agreement)):
+            if agreement is not unasked and self._was_left_behind(agreement):
                 self.close()
                 raise LeftOutError(
                     "This replica did not answer in time, and the others have continued without it: its weights are "
@@ -197,7 +204,7 @@ class Sections:
                 self._next = agreement
                 self._divide_as_others(agreement)
                 break
-            if self._attempt(agreement, partial(self._complete, agreement, section)):
+            if self._attempt(agreement, partial(self._complete, agreement, round_)):
                 self.completed, self.took_part = number, self.members
             if self.completed == number and self._attempt(agreement, self._membership.commit):
                 is_final = True
@@ -205,14 +212,16 @@ class Sections:
                     self.leave_now()
                     return
                 if not agreement.changes:
-                    self._attempt(agreement, self._method.launch)  # the next section finds out that one is lost
+                    self._attempt(agreement, self._method.launch)  # the next round finds out that one is lost
                     break
                 if self._attempt(agreement, partial(self._take_in, agreement)):
                     break
-        self._go_on()
+        self._steps = self.completed, self._shared_by
 
-    def send_rest(self) -> None:
-        """Has the method send new replicas the rest; the next section finds out whether one is lost."""
+    def go_on(self) -> None:
+        """Has the method send new replicas the rest, as training goes on; the next round finds out if one is lost."""
+        if self.lighthouse is not None:
+            self.lighthouse.go_on()
         try:
             self._method.send_rest()
         except RuntimeError as error:
@@ -220,20 +229,12 @@ class Sections:
                 raise
             self._membership.disconnect()
 
-    def go_on(self) -> None:
-        """Notes that the training goes on, in the first rank of the job."""
-        if self._lighthouse is not None:
-            self._lighthouse.go_on()
-
-    def leave(self) -> None:
-        """Leaves: the others need not wait for this replica."""
-        if self._lighthouse is not None:
-            self._lighthouse.close()
-
-    def close(self) -> None:
-        """Leaves, and ends all waits for the others."""
-        self.leave()
-        self._membership.disconnect()
+    def close(self, ends_waits: bool = True) -> None:
+        """Leaves: the others need not wait for this replica; by default ends all waits for them, too."""
+        if self.lighthouse is not None:
+            self.lighthouse.close()
+        if ends_waits:
+            self._membership.disconnect()
 
     def _agree(
         self, undoable: bool = False, ends: bool = False, last: int = -1, deadline: float = math.inf
@@ -254,21 +255,14 @@ class Sections:
             data=self._method.data.common(),
             last=last,
         )
-        quorum = None if self._lighthouse is None else self._lighthouse.ask(standing, deadline)
-        was_silent = self._lighthouse and self._lighthouse.was_silent
-        quorum, self._was_silent = self._job.broadcast_object((quorum, was_silent))
+        quorum = None if self.lighthouse is None else self.lighthouse.ask(standing, deadline)
+        was_silent = self.lighthouse and self.lighthouse.was_silent
+        quorum, self._was_silent = self.job.broadcast_object((quorum, was_silent))
         return None if quorum is None else agree(quorum)
 
     def _tell_goodbye(self) -> None:
-        if self._lighthouse is not None:
-            self._lighthouse.leave(Standing(self.completed, self.generation, last=self.completed))
-
-    def _agreed(self) -> Agreement:
-        """Returns that those of the last section take part in the next one."""
-        return Agreement(self._membership.members, [], self.completed, True, self.generation)
-
-    def _is_in(self, agreement: Agreement) -> bool:
-        return self.id in ids_of(agreement.continuing)
+        if self.lighthouse is not None:
+            self.lighthouse.leave(Standing(self.completed, self.generation, last=self.completed))
 
     def _check_data(self, agreement: Agreement) -> None:
         """Raises a ValueError if this replica divides other data than the first one."""
@@ -282,14 +276,16 @@ class Sections:
             raise
 
     def _was_left_behind(self, agreement: Agreement) -> bool:
-        """Returns whether the others may have trained on without this replica: it was silent, and most are missing.
+        """Returns whether the others have trained on without this replica, or may have, as most are missing.
 
-        Otherwise it would train on to other weights than theirs.
+        It was silent then, and would train on to other weights than theirs.
         """
+        if self.id not in ids_of(agreement.continuing):
+            return True
         missing = self._membership.missing(agreement)
         if 2 * len(missing) < len(self.members) or not missing:
-            if self._lighthouse is not None:
-                self._lighthouse.was_silent = False
+            if self.lighthouse is not None:
+                self.lighthouse.was_silent = False
             return False
         return self._was_silent
 
@@ -305,8 +301,8 @@ class Sections:
             return False
         awaited_s = min(LATE_S, self._timeout.total_seconds())
         late = [member for member in missing if now - self._missing_since[member.id] < awaited_s]
-        lives = bool(late) and self._job.rank == 0 and is_open([member.stores[0] for member in late])
-        if not any(self._job.gather_objects(lives)):
+        lives = bool(late) and self.job.rank == 0 and is_open([member.stores[0] for member in late])
+        if not any(self.job.gather_objects(lives)):
             return False
         self._membership.decline(agreement)
         time.sleep(ASK_S)
@@ -323,7 +319,7 @@ class Sections:
         time.sleep(ASK_S)
 
     def _attempt(self, agreement: Agreement, part: Callable[[], object]) -> bool:
-        """Runs a part of a section; returns whether no rank of this job has lost a replica; else ends the group."""
+        """Runs a part of a round; returns whether no rank of this job has lost a replica; else ends the group."""
         lost = None
         try:
             part()
@@ -333,14 +329,14 @@ class Sections:
                 raise
             lost = error
             self._membership.break_off()
-        if all(self._job.gather_objects(lost is None)):
+        if all(self.job.gather_objects(lost is None)):
             return True
         self._membership.break_off()
         self._membership.give_up(agreement)
         return False
 
     def _join(self, agreement: Agreement) -> None:
-        is_first = self._is_in(agreement)
+        is_first = self.id in ids_of(agreement.continuing)
         if is_first:
             self._membership.go_on(agreement)
         if agreement.new:
@@ -351,13 +347,12 @@ class Sections:
         else:
             self._method.receive_rest(ids_of(agreement.members).index(agreement.staying[0].id))
 
-    def _complete(self, agreement: Agreement, section: Callable[[], object]) -> None:
+    def _complete(self, agreement: Agreement, round_: Callable[[], object]) -> None:
         self._divide()
-        section()
+        round_()
         self._gathered = None
         if agreement.changes:
-            self._method.launch()
-            self._method.settle()
+            self._method.launch(waits=True)
         if agreement.leaving and agreement.staying:
             keeper = ids_of(agreement.continuing).index(agreement.staying[0].id)
             self._gathered = self._method.gathered_snapshot(keeper)
@@ -365,7 +360,7 @@ class Sections:
     def _take_in(self, agreement: Agreement) -> None:
         """Makes a group of those that stay and those that are new, and hands over to these what the former know."""
         snapshot, self._gathered = self._gathered or self._method.snapshot(), None
-        self._membership.take_in(agreement, snapshot)
+        self._membership.connect(agreement, snapshot, takes_in=True)
         self.left = ids_of(agreement.leaving)
         self._divide()
 
@@ -376,7 +371,7 @@ class Sections:
         self._shared_by = shared_by
 
     def _divide_as_others(self, agreement: Agreement) -> None:
-        """Divides the data as those have done who have gone on after the section; if there are none, among its members.
+        """Divides the data as those have done who have gone on after the round; if there are none, among its members.
 
         They may have taken in one that this replica has not.
         """
@@ -384,6 +379,40 @@ class Sections:
         together = [one for one in self.took_part if one not in ids_of(agreement.gone)]
         self._divide(ahead[0].shared_by if ahead else together)
 
-    def _go_on(self) -> None:
-        """Notes who has a share of the data in the steps that follow."""
-        self._steps = self.completed, self._shared_by
+
+class Departure:
+    """Decides at which step a replica leaves, on all ranks of its job, of which any may have been asked.
+
+    One that leaves after a round loses nothing, so it trains on until then, if there is time.
+
+    Args:
+        greatest: returns the greatest of the numbers of all ranks of the job, each of which gives it one.
+
+    Attributes:
+        notice: by which this rank is asked.
+        is_now: whether the replica leaves at the end of this step, and the next round would come too late.
+    """
+
+    def __init__(self, greatest: Callable[[int], int]) -> None:
+        self.notice, self.is_now = Notice(), False
+        self._greatest = greatest
+        self._agreed = STAYS
+        self._began = time.monotonic()  # the present step
+
+    @property
+    def deadline(self) -> float | None:
+        """The time, of ``time.monotonic``, by which it leaves, with a round if one has begun; None: it stays."""
+        return self.notice.deadline if self._agreed else None
+
+    def begin_step(self, starts_in: Callable[[int], bool]) -> None:
+        """Agrees with the other ranks of the job at a step; ``starts_in(n)``: a round may start at the nth's end."""
+        now = time.monotonic()
+        step_s, self._began = max(SHORTEST_STEP_S, now - self._began), now
+        wish = STAYS
+        if self.notice.deadline is not None:
+            in_time = 1 + int(max(0.0, self.notice.deadline - now) / step_s)  # at least the one that may be due now
+            wish = AFTER_ROUND if any(starts_in(steps) for steps in range(1, 1 + in_time)) else NOW
+        self._agreed = self._greatest(wish)
+        self.is_now = self._agreed == NOW
+        if self._agreed:
+            self.notice.give()

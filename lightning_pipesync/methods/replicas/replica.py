@@ -1,8 +1,7 @@
-"""The state that a method has of each optimizer: its steps, and the averages of its parameters."""
+"""The replica of the weights that an optimizer trains: its steps, and when they are averaged with other replicas."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,16 +15,19 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.methods.method import parameters_of
-from lightning_pipesync.methods.replicas.fragments import Fragments
-from lightning_pipesync.methods.replicas.groups import replicas_of
-from lightning_pipesync.methods.replicas.neighbors import neighborhood
+from lightning_pipesync.methods.replicas.averages import Averages
+from lightning_pipesync.methods.replicas.groups import neighborhood, number_of_participants, participants, replicas_of
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.step_size import StepSize
 from lightning_pipesync.methods.replicas.synchronous import SynchronousGradients
+from lightning_pipesync.methods.replicas.weights import Weights
+
+#: Steps after which an optimizer that has taken part in none of them counts as one that pauses.
+PAUSES = 10
 
 
-class ReplicaUnit:
+class Replica:
     """Counts the steps of an optimizer, and averages its parameters when the policy says so.
 
     ``parameters`` are those that no earlier optimizer has, layer by layer. After ``num_local_steps`` of the steps
@@ -45,8 +47,7 @@ class ReplicaUnit:
         self._config, self._transport = config, transport
         self._starts_in_pass = starts_in_pass
         self.num_steps = self.num_local_steps = 0
-        self._fragments = Fragments(optimizer, parameters, config, transport)
-        self.replicas = self._fragments.replicas
+        self.averages = Averages(optimizer, parameters, config, transport)
         replicas = replicas_of(transport)
         self._replica, self._num_replicas = replicas.rank, replicas.world_size
         # At least one when ranks are lost; at the beginning, a share that gives none is refused.
@@ -72,21 +73,11 @@ class ReplicaUnit:
     def meets_next(self) -> bool:
         """Whether an average may start or be due at the end of the next step, on any rank: this one may drop it."""
         due = self.num_steps + 1 - self._config.warmup_steps - self._config.overlap_steps
-        return self.starts_next or (not self._warming_up and due > 0 and self.policy.may_start(due))
-
-    @property
-    def starts_next(self) -> bool:
-        """Whether an average may start at the end of the next step, on any rank."""
-        return self.starts_in(1)
+        return self.starts_in(1) or (not self._warming_up and due > 0 and self.policy.may_start(due))
 
     def starts_in(self, steps: int) -> bool:
         """Returns whether an average may start at the end of a later step: 1 is the next one."""
         return not self._warming_up and self.policy.may_start(self.num_steps + steps - self._config.warmup_steps)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether averages have started that are not applied yet."""
-        return self._fragments.is_under_way
 
     @property
     def lr_scale(self) -> float:
@@ -114,7 +105,7 @@ class ReplicaUnit:
         ended = not self._warming_up and self._average_due(self.num_steps + 1, start)
         self.num_steps += 1
         if self.num_steps == self._config.warmup_steps:
-            self.replicas.reset_global_weights()
+            self.averages.reset_global()
             self._begin_phase()
         return ended
 
@@ -123,31 +114,19 @@ class ReplicaUnit:
         self._drop_pass()
         if not self._warming_up:
             self.policy.check_consolidation()
-        self._fragments.check_consolidation(self.num_steps)
-
-    def launch(self) -> None:
-        """Sends what averages that can be undone start with."""
-        self._fragments.launch()
-
-    def settle(self) -> None:
-        """Waits for the averages under way."""
-        self._fragments.settle()
-
-    def move_starts(self) -> None:
-        """Counts what a flush that is not undone has moved the weights by as no progress of this rank's."""
-        self._fragments.move_starts()
+        self.averages.check_consolidation(self.num_steps)
 
     def drop_averages(self) -> None:
         """Drops the averages under way."""
         self._drop_pass()
-        self._fragments.drop()
+        self.averages.drop()
 
     @property
-    def changed_next(self) -> list[int]:
+    def changed_next(self) -> list[Weights]:
         """The buckets that the end of the next step may change."""
-        return self._fragments.changed_by(self.num_steps + 1)
+        return self.averages.changed_by(self.num_steps + 1)
 
-    def snapshot(self, buckets: Container[int] | None = None) -> dict[str, Any]:
+    def snapshot(self, buckets: Container[Weights] | None = None) -> dict[str, Any]:
         """Returns a state that undoes a round, without averages under way; not a collective call.
 
         Args:
@@ -155,22 +134,16 @@ class ReplicaUnit:
         """
         averaged = self._tensors_of_states().values() if self._config.average_optimizer_states else []
         return {
-            "fragments": self._fragments.snapshot(buckets),
+            "weights": self.averages.snapshot(buckets),
             "averaged": [tensor.clone() for tensor in averaged],
-            "policy": self.policy.snapshot(),
             **self._counters(),
         }
 
-    def completed(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """Returns a snapshot with the present state of the buckets that it lacks."""
-        return {**snapshot, "fragments": self._fragments.completed(snapshot["fragments"])}
-
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Any]) -> None:
-        self._fragments.load_state_dict(snapshot["fragments"])
+        self.averages.load_state_dict(snapshot["weights"])
         if snapshot["averaged"]:
             foreach_copy_(list(self._tensors_of_states().values()), snapshot["averaged"])
-        self.policy.restore(snapshot["policy"])
         self._set_counters(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,18 +153,15 @@ class ReplicaUnit:
         return {
             "optimizer": self.optimizer.state_dict(),
             "states_diverged": self._states_diverged,
-            "fragments": self._fragments.state_dict(),
-            "trigger": self.policy.state_dict(),
+            "weights": self.averages.state_dict(),
             **self._counters(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._drop_pass()
-        self._fragments.load_state_dict(state["fragments"])
+        self.averages.load_state_dict(state["weights"])
         load_optimizer_state(self.optimizer, state["optimizer"])
         self._states_diverged = state["states_diverged"]
-        if state["trigger"]:
-            self.policy.load_state_dict(state["trigger"])
         self._set_counters(state)
 
     def close(self) -> None:
@@ -200,18 +170,18 @@ class ReplicaUnit:
             self._gradients.close()
 
     def _average_due(self, step: int, start: Callable[[], object] | None) -> bool:
-        self._fragments.apply_due(step)
+        self.averages.apply_due(step)
         number = self.policy.end_step(step - self._config.warmup_steps)
         if number and self.policy.averages_gradients:  # all ranks have applied the same gradient
-            self.replicas.diverged |= self._states_diverged
+            self.averages.diverged |= self._states_diverged
             return True
-        self.replicas.diverged = self._states_diverged = True
+        self.averages.diverged = self._states_diverged = True
         due = self._next_fragments(number)
         self.num_local_steps += not due
         for fragment in due:
             ranks, self._num_started = self._averaged(self.num_rounds), self._num_started + 1
             if start is None:
-                self._fragments.start(fragment, step, ranks)
+                self.averages.start(fragment, step, ranks)
             else:
                 start()
         ended = bool(due) and self._num_started % self._config.fragments == 0
@@ -224,12 +194,14 @@ class ReplicaUnit:
             "steps": [self.num_steps, self.num_local_steps],
             "started": self._num_started,
             "step_size": self._step_size.state_dict(),
+            "policy": self.policy.state_dict(),
         }
 
     def _set_counters(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_local_steps = state["steps"]
         self._num_started = state["started"]
         self._step_size.load_state_dict(state["step_size"])
+        self.policy.load_state_dict(state["policy"])
         self._begin_phase()
 
     def _begin_phase(self) -> None:
@@ -240,7 +212,7 @@ class ReplicaUnit:
         if self._warming_up or self._transport.row is not None:
             self._gradients = SynchronousGradients(
                 self.optimizer,
-                self._fragments.buckets,
+                [bucket.tensors for bucket in self.averages.buckets],
                 self._transport,
                 in_group=not self._warming_up,
                 starts_in_pass=self._starts_in_pass,
@@ -255,7 +227,7 @@ class ReplicaUnit:
         """Returns the next ``number`` fragments in turn, except those whose average is under way."""
         fragments = self._config.fragments
         following = ((self._num_started + i) % fragments for i in range(number))
-        return [fragment for fragment in following if fragment not in self._fragments]
+        return [fragment for fragment in following if fragment not in self.averages]
 
     def _averaged(self, round_: int) -> list[int] | None:
         """Returns whose weights this rank gets the average of in a round; None: of all."""
@@ -271,7 +243,7 @@ class ReplicaUnit:
             self._average_states()
         whole = not config.overlap_steps and config.fragments == 1 and config.neighbors == "all"
         if whole and not config.elastic_force_of(self._num_replicas):
-            self.replicas.diverged = False
+            self.averages.diverged = False
 
     def _average_states(self) -> None:
         """Averages the optimizer states that all ranks have."""
@@ -290,11 +262,33 @@ class ReplicaUnit:
         }
 
 
-def number_of_participants(participation: float, world_size: int) -> int:
-    """Returns how many ranks' weights are averaged: ``participation``, C of FedAvg, times their number."""
-    return 1 if world_size == 1 else int(participation * world_size + 1e-9)
+class TrainingSteps:
+    """Counts the steps of a training: one begins with each optimizer that has taken part in the present one already.
 
+    Args:
+        optimizers: their number.
+    """
 
-def participants(number: int, world_size: int, round_: int) -> list[int]:
-    """Returns the ``number`` of ranks that are averaged in a round, drawn anew in each, the same on all ranks."""
-    return sorted(random.Random(round_).sample(range(world_size), number))
+    def __init__(self, optimizers: int) -> None:
+        self._number, self._latest = 0, [0] * optimizers  # the present step, and the last one of each optimizer
+
+    def take_part(self, index: int) -> bool:
+        """Notes that an optimizer is about to step; returns whether a step of the training begins with it."""
+        begins = self._latest[index] == self._number
+        self._number += begins
+        self._latest[index] = self._number
+        return begins
+
+    @property
+    def first(self) -> int:
+        """The first optimizer that does not pause."""
+        return min(self._active)
+
+    @property
+    def last(self) -> int:
+        """The last optimizer that does not pause."""
+        return max(self._active)
+
+    @property
+    def _active(self) -> list[int]:
+        return [index for index, latest in enumerate(self._latest) if self._number - latest < PAUSES]

@@ -1,4 +1,4 @@
-"""Sections, whatever befalls replicas at any point of the protocol: all that continue have the same rounds."""
+"""Rounds, whatever befalls replicas at any point of the protocol: all that continue have the same rounds."""
 
 from __future__ import annotations
 
