@@ -6,12 +6,12 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.faults.lighthouse import ADDRESS
-from lightning_pipesync.methods.setting_types import Compression, Seconds, checked
+from lightning_pipesync.methods.setting_types import Compression, checked
 
 Config = TypeVar("Config", bound="Settings")
 
@@ -44,6 +44,9 @@ class Settings:
     """Seconds after which a rank that does not answer counts as lost."""
 
     wait_for_hooks: bool = True
+    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
+    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
+    weights: communication stays hidden under the next forward pass."""
 
     # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"
@@ -54,11 +57,26 @@ class Settings:
 
     compression: Compression = "none"
     error_feedback: bool = False
+
     low_rank: int | None = None
+    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
+    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
+    are."""
+
     low_rank_method: LowRankMethod = "acp_sgd"
+    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
+    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
 
     topology: Topology = "flat"
+    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
+    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
+    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
+    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
+    a row for each host; otherwise flat."""
+
     torus_columns: int | None = None
+    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
+    ranks of a host, if there are several."""
 
     checkpoint_replicas: bool = True
     """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
@@ -163,47 +181,6 @@ class Settings:
         if self.topology == "torus2d" and self.torus_columns is None and 1 < num_processes < world_size:
             return replace(self, torus_columns=num_processes)
         return self
-
-
-# Settings that several methods have, after their own. A dataclass of settings inherits them, with their docs.
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceSettings(Settings):
-    """Of a method whose ranks all-reduce: how they are arranged, and when one counts as lost."""
-
-    topology: Topology = "auto"
-    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
-    hosts with several accelerators, or in racks; the codec is used across rows only. ``tree``: reduce and broadcast on
-    a double binary tree over Gloo, for many ranks, or small buckets; the codec is used in the broadcast only. ``auto``:
-    with a lossy codec, where each of several hosts has the same number of neighboring ranks, two or more, a torus with
-    a row for each host; otherwise flat."""
-
-    torus_columns: int | None = None
-    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
-    ranks of a host, if there are several."""
-
-    timeout_s: Seconds = 1800.0
-    """Seconds after which a rank that does not answer counts as lost."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRankSettings(Settings):
-    """Of a method that can average factors in place of gradients."""
-
-    low_rank: int | None = None
-    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
-    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
-    are."""
-
-    low_rank_method: LowRankMethod = "acp_sgd"
-    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
-    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
-
-    @property
-    def needs_as_many_ranks(self) -> bool:
-        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
-        return self.uses_error_feedback or self.low_rank is not None
 
 
 def config_from(config_type: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:

@@ -110,7 +110,7 @@ def _present(method: object, settings: Mapping[str, Any]) -> tuple[type[Settings
         known = [*METHODS, *PRESETS]
         raise ValueError(f"method must be one of {', '.join(known)}, got {method!r}.{did_you_mean(method, known)}")
     config_type = METHODS[method].config_type
-    known = list(inspect.signature(config_type).parameters)
+    known = [field.name for field in fields(config_type)]
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, known)

@@ -140,8 +140,7 @@ def signature_of(method: type[Method], mixin: type, ddp_strategy: type, without:
     init = ddp_strategy.__init__  # type: ignore[misc]
     layout: Any = getattr(mixin, "layout_type", None)
     types = {**get_type_hints(init), **get_type_hints(layout or object), **get_type_hints(method.config_type)}
-    of_config = inspect.signature(method.config_type).parameters  # the method's own settings come first
-    settings = {name: given.default for name, given in of_config.items() if name not in without}
+    settings = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
     of_layout = {
         field.name: field.default for field in (fields(layout) if layout else ()) if field.name not in settings
     }

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.dtensors import ELEMENTWISE
-from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses
-from lightning_pipesync.methods.settings import AllReduceSettings, LowRankSettings
+from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
+from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
@@ -24,7 +24,7 @@ SEARCH_MB = (1.0, 100.0)
 
 
 @dataclass(frozen=True)
-class DeARConfig(AllReduceSettings, LowRankSettings):
+class DeARConfig(Settings):
     """Settings of DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
     Pipelining").
 
@@ -51,9 +51,6 @@ class DeARConfig(AllReduceSettings, LowRankSettings):
     before ``step()`` returns. See ``update=None``, which depends on it."""
 
     wait_for_hooks: bool = True
-    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
-    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
-    weights: communication stays hidden under the next forward pass."""
 
     fusion: FusionMethod = "bo"
     """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
@@ -86,6 +83,12 @@ class DeARConfig(AllReduceSettings, LowRankSettings):
     error_feedback: bool = True
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
 
+    low_rank: int | None = None
+    low_rank_method: LowRankMethod = "acp_sgd"
+    topology: Topology = "auto"
+    torus_columns: int | None = None
+    timeout_s: Seconds = 1800.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "a positive number of MiB")
@@ -116,6 +119,11 @@ class DeARConfig(AllReduceSettings, LowRankSettings):
         """Whether all-gathers of gradients may start under backward."""
         lossless = get_codec(self.compression).lossless and self.low_rank is None
         return self.overlap == "eager" and self.update != "sharded" and lossless
+
+    @property
+    def needs_as_many_ranks(self) -> bool:
+        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
+        return self.uses_error_feedback or self.low_rank is not None
 
     def without_effect(self) -> dict[str, str]:
         ignored, chosen = super().without_effect(), f"with fusion={self.fusion!r}"

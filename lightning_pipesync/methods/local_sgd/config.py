@@ -18,8 +18,8 @@ from lightning_pipesync.methods.replicas.settings import (
     attracted,
     force_of,
 )
-from lightning_pipesync.methods.setting_types import Compression, Injection, MiB
-from lightning_pipesync.methods.settings import AllReduceSettings, Partition
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
+from lightning_pipesync.methods.settings import Partition, Topology
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 
@@ -32,7 +32,7 @@ SPARSELOCO_DECAY = 0.95
 
 
 @dataclass(frozen=True)
-class LocalSGDConfig(AllReduceSettings, ReplicaSettings):
+class LocalSGDConfig(ReplicaSettings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
 
     Raises:
@@ -123,6 +123,9 @@ class LocalSGDConfig(AllReduceSettings, ReplicaSettings):
     SparseLoCo, where it stands for the outer momentum). ``auto``: 0.95 for ``chunked_topk``, as in SparseLoCo; 1 for
     others, which forgets nothing."""
 
+    topology: Topology = "auto"
+    torus_columns: int | None = None
+
     partition: Partition = "defdp"
     """Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync, Section
     III-D)."""
@@ -134,6 +137,8 @@ class LocalSGDConfig(AllReduceSettings, ReplicaSettings):
 
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective."""
+
+    timeout_s: Seconds = 1800.0
 
     lighthouse: str | None = None
     """``host:port`` of the lighthouse of replicas that are jobs of their own, and come and go. None: that of the

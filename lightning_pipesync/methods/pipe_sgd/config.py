@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from lightning_pipesync.methods.setting_types import Compression, MiB
-from lightning_pipesync.methods.settings import AllReduceSettings, LowRankSettings
+from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
+from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology
 
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
 
 
 @dataclass(frozen=True)
-class PipeSGDConfig(AllReduceSettings, LowRankSettings):
+class PipeSGDConfig(Settings):
     """Settings of Pipe-SGD (Li et al., "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
     Training").
 
@@ -34,6 +34,11 @@ class PipeSGDConfig(AllReduceSettings, LowRankSettings):
 
     error_feedback: bool = True
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values; not in the paper."""
+
+    low_rank: int | None = None
+    low_rank_method: LowRankMethod = "acp_sgd"
+    topology: Topology = "auto"
+    torus_columns: int | None = None
 
     pipeline_level: Literal[1, 2] = 1
     """1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is ready (Fig. 7)."""
@@ -65,6 +70,8 @@ class PipeSGDConfig(AllReduceSettings, LowRankSettings):
     """Whether a checkpoint holds each rank's own part of the gradients in flight, with which it predicts: ``staleness``
     times the weights for every rank. Without them a resumed run predicts its first steps with the averages."""
 
+    timeout_s: Seconds = 1800.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_least(staleness=0, segments=1, warmup_steps=0)
@@ -89,6 +96,11 @@ class PipeSGDConfig(AllReduceSettings, LowRankSettings):
     def keeps_local_gradients(self) -> bool:
         """Whether a rank keeps the values of its own part of the gradients in flight."""
         return self.predicts and self.delay_compensation == "prediction"
+
+    @property
+    def needs_as_many_ranks(self) -> bool:
+        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
+        return self.uses_error_feedback or self.low_rank is not None
 
     @property
     def lost_with_other_ranks(self) -> str | None:

@@ -12,8 +12,8 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.settings import Average, MakeOptimizer, ReplicaSettings
-from lightning_pipesync.methods.setting_types import Compression, Injection, MiB
-from lightning_pipesync.methods.settings import AllReduceSettings, LowRankSettings, Partition
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
+from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
@@ -23,7 +23,7 @@ Overlap = Literal["forward", "none"]
 
 
 @dataclass(frozen=True)
-class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
+class SelSyncConfig(ReplicaSettings):
     """Settings of SelSync (Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization").
 
     Raises:
@@ -56,9 +56,6 @@ class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
     modules gets ``none``."""
 
     wait_for_hooks: bool = True
-    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
-    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
-    weights: communication stays hidden under the next forward pass."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -92,9 +89,15 @@ class SelSyncConfig(AllReduceSettings, LowRankSettings, ReplicaSettings):
     error_feedback: bool = True
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
 
+    low_rank: int | None = None
+    low_rank_method: LowRankMethod = "acp_sgd"
+    topology: Topology = "auto"
+    torus_columns: int | None = None
+
     bucket_mb: MiB = 25.0
     """Maximum bucket size in MiB. A bucket is exchanged in one collective, and awaited as a whole."""
 
+    timeout_s: Seconds = 1800.0
     checkpoint_replicas: bool = True
 
     def __post_init__(self) -> None:
