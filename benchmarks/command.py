@@ -19,7 +19,7 @@ def main(place: str, words: list[str] | None = None) -> int:
     def run() -> None:
         options = cli.import_modules(list(sys.argv[1:] if words is None else words))
         module, _, _ = place.partition(":")
-        check_extra("bench", f"python -m {module}", "matplotlib", "pyroute2", "rich", "scipy", "sklearn")
+        check_extra("test", f"python -m {module}", "matplotlib", "pyroute2", "rich", "scipy", "sklearn", "PIL")
         benchmark: type[Command] = resolve_name(place)
         cli.parse(benchmark, cli.with_lists(options, benchmark), prog=f"python -m {module}").run()
 

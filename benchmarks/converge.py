@@ -31,7 +31,7 @@ from benchmarks.tasks import (
     check_data,
     evaluations,
 )
-from benchmarks.training import Training, compared_trainings, config_types
+from benchmarks.training import COMPARED, Training, config_types
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress, launched
 from lightning_pipesync.lab.bench.named_settings import split_method
 
@@ -75,7 +75,7 @@ class Converge(Benchmark):
     model: str | None = None
     workers: int = 0
     device: str = "cpu"
-    methods: tuple[str, ...] = field(default_factory=compared_trainings)
+    methods: tuple[str, ...] = COMPARED
     target: float | None = None
     seeds: tuple[int, ...] = (0,)
     epochs: int | None = None

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.intervals import interval_of, number, with_interval
-from lightning_pipesync.lab.bench.named_settings import readable
+from benchmarks.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import table_of
 

@@ -23,3 +23,8 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
         return config_types[name](**settings, **fixed)
     except TypeError as error:
         raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+
+
+def readable(method: str) -> str:
+    """Returns a method with its settings, with spaces at which a line may break."""
+    return method.replace(":", ": ", 1).replace(",", ", ")

@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks import command
 from benchmarks.intervals import interval_of, with_interval
+from benchmarks.named_settings import readable
 from benchmarks.pipelines.grid import train_at_once
 from benchmarks.pipelines.training import AT_ONCE, PipelineOptions, train
 from lightning_pipesync.lab.bench.benchmark import progress_bar
-from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import environment, table
 

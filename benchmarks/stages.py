@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from benchmarks import command
-from benchmarks.named_settings import parse_named
+from benchmarks.named_settings import parse_named, readable
 from benchmarks.parts import OF_PARTS, draw_span
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.emulated import EmulatedCompute
-from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, cast
 
@@ -30,13 +30,51 @@ from lightning_pipesync.lab.bench.candidates import (
 )
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.step import gradient_bytes
-from lightning_pipesync.lab.predictions.registry import lab_of
+from lightning_pipesync.lab.predictions.entry import BenchCandidate
+from lightning_pipesync.methods.servers import ParameterServer
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.training.registry import METHODS
 
 
 @dataclass(frozen=True)
 class AloneConfig:
     """Settings of training without communication: there are none."""
+
+
+@dataclass(frozen=True)
+class ServedConfig(ParameterServerConfig):
+    """Settings of a training with parameter servers."""
+
+    lr_scale: float | None = None
+    """Factor on the task's learning rate. None: the number of gradients of an update over that of the ranks, so that a
+    sample counts as much as with an update by the mean of all ranks' gradients; 1 with ``diloco``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr_scale is not None and not self.lr_scale > 0:
+            raise ValueError(f"lr_scale must be a positive number, got {self.lr_scale!r}.")
+
+
+class ServedCandidate(MethodCandidate):
+    """Learners whose passes may be cancelled.
+
+    They are at their own pace, on batches from a work queue, unless all wait for each other, or each rank has data of
+    its own.
+    """
+
+    def __init__(self, model: BenchModel, config: ServedConfig, divided_data: bool) -> None:
+        world_size = dist.get_world_size()
+        policy = config.policy_for(world_size)
+        self.own_pace = config.policy != "sync" and not divided_data
+        if self.own_pace:
+            config = replace(config, partition="work_queue", keep_log=True)
+        super().__init__(model, ParameterServer, BenchCandidate(ParameterServer.name, config))
+        for group in self.optimizer.param_groups:
+            group["lr"] *= config.lr_scale or (1.0 if policy.by_steps else policy.gradients / world_size)
+
+    def step(self, batch: Any = None) -> None:
+        check = self.sync.cancel_if_late
+        self.sync.step(lambda: self.optimizer.step(lambda: self.compute_gradient(batch, check)))
 
 
 #: By name, what trains a task besides this package's methods: its settings, and what makes a candidate of a model.
@@ -47,16 +85,18 @@ ALTERNATIVES: dict[str, tuple[type[Any], Callable[[BenchModel, Any], Trainable]]
 }
 
 
+#: What is compared if the user names no methods, each with its settings.
+COMPARED = (
+    *("ddp", "local_sgd:period=0.25epoch", "parameter_server:policy=ssp,staleness_bound=100,servers=1"),
+    *("selsync:delta=0.1", "selsync:delta=0.3", "selsync:delta=1"),
+)
+
+
 def config_types() -> dict[str, type[Any]]:
     """Returns the dataclass of the settings of everything that trains a task, by name."""
-    methods = [name for name, method in METHODS.items() if not method.makes_passes]
+    methods = {name: method.config_type for name, method in METHODS.items() if not method.makes_passes}
     alternatives = {name: config_type for name, (config_type, _) in ALTERNATIVES.items()}
-    return {**alternatives, **{name: lab_of(name).training_config_type for name in methods}}
-
-
-def compared_trainings() -> tuple[str, ...]:
-    """Returns what is compared if the user names no methods, each with its settings."""
-    return ("ddp", *(f"{name}:{settings}" for name in METHODS for settings in lab_of(name).compared_trainings))
+    return {**alternatives, **methods, ParameterServer.name: ServedConfig}
 
 
 class Training:
@@ -72,7 +112,7 @@ class Training:
         self.run_passes: RunPasses = forward_and_backward
         self.candidate.run_passes = self._run_passes
         self._num_steps = 0
-        self.own_pace = isinstance(self.candidate, MethodCandidate) and self.candidate.declared.own_pace
+        self.own_pace = isinstance(self.candidate, ServedCandidate) and self.candidate.own_pace
 
     @property
     def module(self) -> nn.Module:
@@ -127,9 +167,12 @@ class Training:
 
     @property
     def staleness(self) -> list[int] | None:
-        """See :meth:`BenchCandidate.staleness`."""
-        candidate = self.candidate
-        return candidate.declared.staleness(candidate.sync) if isinstance(candidate, MethodCandidate) else None
+        """The numbers of gradients that were 0, 1, ... updates stale, on rank 0; None: it is not counted."""
+        if not self.own_pace or dist.get_rank() != 0:
+            return None
+        sync = cast(ServedCandidate, self.candidate).sync
+        found = [staleness for update in sync.log for staleness in update.staleness]
+        return [found.count(number) for number in range(max(found, default=-1) + 1)]
 
     def at_own_pace(self, seed: int, num_steps: int, evaluations: int) -> Iterator[tuple[dict[str, float], nn.Module]]:
         """Trains on as many samples as ``num_steps`` steps of all ranks have; a collective call.
@@ -204,8 +247,9 @@ def _candidate(task: Task, model: BenchModel, name: str, config: Any) -> Trainab
     if name in ALTERNATIVES:
         _, make = ALTERNATIVES[name]
         return make(model, config)
-    divided_data = task.labels_per_worker is not None
-    return MethodCandidate(model, METHODS[name], lab_of(name).training(config, dist.get_world_size(), divided_data))
+    if name == ParameterServer.name:
+        return ServedCandidate(model, config, divided_data=task.labels_per_worker is not None)
+    return MethodCandidate(model, METHODS[name], BenchCandidate(name, config))
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:

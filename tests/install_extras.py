@@ -107,9 +107,9 @@ assert main(["launch", "--replicas", "2", "train.py"]) == 0
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.methods.dear.fusion_search import BayesianSearch, Trial
 
-search = BayesianSearch(Fusion(bucket_mb=25), 1, 64, 8)
-while not search.converged:
-    search.register(Trial(search.suggest(), 1.0))
+search, trials = BayesianSearch(Fusion(bucket_mb=25), 1, 64, 8), [Trial(Fusion(bucket_mb=25), 1.0)]
+while not search.converged(trials):
+    trials.append(Trial(search.suggest(trials), 1.0))
 """,
     "netlab": """
 import sys

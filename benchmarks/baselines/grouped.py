@@ -16,12 +16,12 @@ from lightning_pipesync.core.comm.link import measure_link
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
+from lightning_pipesync.methods.gradients.backpipe import BackPipe
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.feedpipe import StepTimes
 
 
-class GroupedAllReduce(OverTransport, BackPipePolicy):
+class GroupedAllReduce(OverTransport):
     """Averages the gradients of groups of tensors, each by one all-reduce of this package's transport.
 
     Args:
@@ -39,9 +39,7 @@ class GroupedAllReduce(OverTransport, BackPipePolicy):
     ) -> None:
         super().__init__(name, model, limit)
         self._ready_order = [parameter.tensor for parameter in self.in_ready_order]
-        self.index_of: dict[int, int] = {}
-        self.buckets: list[GradientBucket] = []
-        self._backpipe = BackPipe(self, self.queue, self)
+        self._backpipe = BackPipe(self.queue, may_start=self._may_start)
         layout = plan_buckets(self.in_ready_order, Fusion(bucket_mb=bucket_mb))
         self._set_groups([[parameter.tensor for parameter in group] for group in layout])
         if hidden:
@@ -52,7 +50,7 @@ class GroupedAllReduce(OverTransport, BackPipePolicy):
         self.backward()
         self._backpipe.start_rest()
         self.queue.wait_all()
-        for bucket in self.buckets:
+        for bucket in self._backpipe.buckets:
             bucket.unpack()
         self._backpipe.end_step()
         self.optimizer.step()
@@ -62,8 +60,11 @@ class GroupedAllReduce(OverTransport, BackPipePolicy):
         super().close()
 
     def _set_groups(self, groups: Sequence[list[Tensor]]) -> None:
-        self.buckets = [self._bucket_type(group, self.transport) for group in groups]
-        self.index_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+        self._backpipe.buckets = [self._bucket_type(group, self.transport) for group in groups]
+        self._backpipe.index_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+
+    def _may_start(self, parameter: Tensor) -> bool:
+        return True
 
 
 class MergedAllReduce(GroupedAllReduce):
@@ -86,7 +87,7 @@ class MergedAllReduce(GroupedAllReduce):
         self._set_groups([[next(tensors) for _ in range(size)] for size in self.transport.gather_objects(sizes)[0]])
         return None
 
-    def may_start(self, parameter: Tensor) -> bool:
+    def _may_start(self, parameter: Tensor) -> bool:
         self._times.gradient_is_ready(parameter)
         return True
 

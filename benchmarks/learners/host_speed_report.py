@@ -12,7 +12,7 @@ from benchmarks.converge_report import COLUMNS, baseline_of, by_method, curves_o
 from benchmarks.intervals import number
 from benchmarks.learners.host_speed import HostSpeeds
 from benchmarks.learners.simulated_learners import gradients_per_second, together_per_second
-from lightning_pipesync.lab.bench.named_settings import readable
+from benchmarks.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import look_of, looks_of, picture
 from lightning_pipesync.lab.bench.tables import table_of
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from benchmarks.intervals import number, with_interval
-from lightning_pipesync.lab.bench.named_settings import readable
+from benchmarks.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import table
 

@@ -26,6 +26,7 @@ NAMES = {
     "ray": "Ray",
     "bayes_opt": "bayesian-optimization",
     "sklearn": "scikit-learn",
+    "PIL": "pillow",
 }
 
 

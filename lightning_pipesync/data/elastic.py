@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -85,27 +84,6 @@ class ElasticSampler(DistributedSampler[int]):
         self.done = samples
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in the data: after ``num_batches`` batches on each member, ``offset`` samples of the epoch in all.
-
-    The other fields are what members must have in common so that it is the same place for all of them.
-    """
-
-    epoch: int
-    num_batches: int
-    offset: int
-    samples_in_data_set: int
-    batch_size: int
-    drop_last: bool
-    shuffle: bool
-    seed: int
-
-
-#: The fields of a place that are the same for all members.
-COMMON = ("samples_in_data_set", "batch_size", "drop_last", "shuffle", "seed")
-
-
 class ElasticOrder:
     """Where a loader is in its epoch, counted in batches, and by an :class:`ElasticSampler` in samples, too.
 
@@ -132,18 +110,28 @@ class ElasticOrder:
             self.sampler.offset = self.sampler.dataset_size
 
     def place(self, epoch: int, num_batches: int) -> dict[str, Any]:
-        """Returns the fields of the :class:`Place` after ``num_batches`` batches; of one's own order the first two."""
+        """Returns the place after ``num_batches`` batches of the epoch on each member.
+
+        With an :class:`ElasticSampler` it has the ``offset``, the samples of the epoch that all members have had, and
+        what they must have in :meth:`common`.
+        """
+        place = {"epoch": epoch, "num_batches": num_batches}
         if self.sampler is None:
-            return {"epoch": epoch, "num_batches": num_batches}
+            return place
         self.begin_at(epoch, num_batches)
-        return asdict(Place(epoch, num_batches, self.sampler.offset, *self._of_data(self.sampler)))
+        return {**place, "offset": self.sampler.offset, **(self.common() or {})}
 
     def common(self) -> dict[str, Any] | None:
         """Returns what all members must have in common; None if the order is the user's own."""
-        if self.sampler is None:
+        if (sampler := self.sampler) is None:
             return None
-        here = asdict(Place(0, 0, 0, *self._of_data(self.sampler)))
-        return {name: here[name] for name in COMMON}
+        return {
+            "samples_in_data_set": sampler.dataset_size,
+            "batch_size": batch_size(self._loader),
+            "drop_last": sampler.drop_last or self._loader.drop_last,
+            "shuffle": sampler.shuffle,
+            "seed": sampler.seed,
+        }
 
     def go_to(self, place: dict[str, Any]) -> None:
         """Begins the next iteration at a :meth:`place`, of another member, or of one whose order was its own.
@@ -151,14 +139,14 @@ class ElasticOrder:
         Raises:
             ValueError: this member has other data.
         """
+        epoch, num_batches = place["epoch"], place["num_batches"]
         here = self.common()
         if self.sampler is None or here is None or "offset" not in place:
-            self.begin_at(place["epoch"], place["num_batches"])
+            self.begin_at(epoch, num_batches)
             return
-        there = Place(**place)
         check_common(here, place)
-        self.begin_at(there.epoch, 0)
-        self.sampler.offset, self.sampler.done = there.offset, there.num_batches * there.batch_size
+        self.begin_at(epoch, 0)
+        self.sampler.offset, self.sampler.done = place["offset"], num_batches * place["batch_size"]
 
     def divide(self, place_of_data: tuple[int, int], epoch: int, num_batches: int) -> bool:
         """Divides what is left of the epoch after ``num_batches`` batches from the next iteration on.
@@ -171,16 +159,12 @@ class ElasticOrder:
         self.sampler.rank, self.sampler.num_replicas = place_of_data
         return True
 
-    def _of_data(self, sampler: ElasticSampler) -> tuple[int, int, bool, bool, int]:
-        drop_last = sampler.drop_last or self._loader.drop_last
-        return sampler.dataset_size, batch_size(self._loader), drop_last, sampler.shuffle, sampler.seed
-
 
 def check_common(here: dict[str, Any], there: dict[str, Any]) -> None:
     """Raises a ValueError if this member has other data than another one, with the first difference."""
-    for name in COMMON:
-        if here[name] != there[name]:
+    for name, value in here.items():
+        if there[name] != value:
             raise ValueError(
-                f"This replica divides its training data with {name}={here[name]}, and the others with "
+                f"This replica divides its training data with {name}={value}, and the others with "
                 f"{name}={there[name]}: give all replicas the same data set, batch size, order and seed."
             )

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lightning_pipesync.core.torch_private import copy_loader
 from lightning_pipesync.data.elastic import ElasticSampler
 from lightning_pipesync.data.loaders import batch_size, counts_samples, sampler_of, with_order, with_seed_of_its_own
-from lightning_pipesync.data.resumable import ResumableSampler
-from lightning_pipesync.data.seldp import SelDPSampler
+from lightning_pipesync.data.samplers import ResumableSampler, SelDPSampler
 from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 

@@ -81,7 +81,7 @@ class TrainLoader(LoaderWrapper):
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch and the number of its batches so far; of an ``ElasticSampler``, the :class:`Place`."""
+        """Returns the epoch and the number of its batches so far; see :meth:`ElasticOrder.place`."""
         return self._order.place(self.epoch, self._num_batches)
 
     def common(self) -> dict[str, Any] | None:

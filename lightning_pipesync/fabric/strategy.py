@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -20,7 +21,6 @@ from lightning_pipesync.core.buckets import buffer_reader, unshare_storage
 from lightning_pipesync.core.comm.exchange import broadcast_fused
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.faults.failure import waits_for_all
-from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
@@ -61,7 +61,6 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin):
         super().__init__(**arguments)
         control_backward_sync(self, BackwardSyncControl())
         self._sessions = Sessions()
-        self._ends_at_shutdown = False
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         check_for_loop(type(self.config), settings)
@@ -106,10 +105,11 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin):
         """
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         method = self.method_of(optimizer)
-        data, trained = method.data, method.optimizers[0]
+        data, trained, sessions = method.data, method.optimizers[0], weakref.ref(self._sessions)
 
         def find_data() -> TrainingData:  # loading a checkpoint, or adding an optimizer, replaces the method
-            session = self._sessions.session_of(trained)
+            present = sessions()
+            session = None if present is None else present.session_of(trained)
             return data if session is None else session.method.data
 
         data.find = find_data
@@ -311,9 +311,7 @@ class PipeSyncFabricStrategyMixin(ShardedModelMixin):
         )
 
     def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncedModule:
-        if not self._ends_at_shutdown:  # Fabric does not tell a strategy of the end
-            at_shutdown(self._sessions.end)
-            self._ends_at_shutdown = True
+        self._sessions.end_at_shutdown()  # Fabric does not tell a strategy of the end
         self._release(module)
         return self._sessions.wrap(self._parallelized(module, optimizers), automatic=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.torch_private import not_compiled
-from lightning_pipesync.methods.method import parameters_of
 
 
 class ModuleHook:
@@ -44,30 +43,6 @@ class EagerHook(ModuleHook):
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.call(*args)
-
-
-class Loads:
-    """Notes whether a state was loaded into a model, or a part that is trained, or into one of its optimizers.
-
-    A part that no optimizer trains is not watched: weights may be loaded into a teacher often.
-    """
-
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._noted = False
-        trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        self._hooks = hook_loading(self._note, modules_with(module, trained), optimizers)
-
-    def take(self) -> bool:
-        """Returns whether something was loaded since the last call."""
-        noted, self._noted = self._noted, False
-        return noted
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _note(self, *_: object) -> None:
-        self._noted = True
 
 
 def hook_loading(

@@ -44,6 +44,9 @@ class Settings:
     """Seconds after which a rank that does not answer counts as lost."""
 
     wait_for_hooks: bool = True
+    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
+    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
+    weights: communication stays hidden under the next forward pass."""
 
     # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"
@@ -54,8 +57,15 @@ class Settings:
 
     compression: Compression = "none"
     error_feedback: bool = False
+
     low_rank: int | None = None
+    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
+    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
+    are."""
+
     low_rank_method: LowRankMethod = "acp_sgd"
+    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
+    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
 
     topology: Topology = "flat"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for

@@ -53,14 +53,16 @@ class StepRecord:
         self._stages = [Stage.ACCUMULATING] * num_optimizers
         self._overflowed, self._scaled = [False] * num_optimizers, [False] * num_optimizers
         # Gradients that a backward pass has added to since they were reduced. deque.append, the hook, is not in Python.
-        self._added_to: list[deque[Tensor]] = [deque(maxlen=1) for _ in range(1 if together else num_optimizers)]
+        self._added_to: list[deque[Tensor]] = [deque(maxlen=1) for _ in range(num_optimizers)]
+        if together:
+            self._added_to = self._added_to[:1] * num_optimizers
         self._together = together
         self._stepping: int | None = None
         self._reduced_in_step = False  # by the optimizer that is stepping
 
     def gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         """Returns the hook to call after a backward pass has added to the gradient of a parameter."""
-        return self._added_by(index).append
+        return self._added_to[index].append
 
     def stage(self, index: int) -> Stage:
         return self._stages[index]
@@ -70,7 +72,7 @@ class StepRecord:
 
         Raises a RuntimeError if both happened during the step of this optimizer.
         """
-        outdated = self._stages[index] > Stage.ACCUMULATING and bool(self._added_by(index))
+        outdated = self._stages[index] > Stage.ACCUMULATING and bool(self._added_to[index])
         if outdated and index == self._stepping and self._reduced_in_step:
             raise RuntimeError(
                 "A backward pass has added to a gradient after it was reduced in the same step: call reduce() "
@@ -89,7 +91,7 @@ class StepRecord:
     def reduced(self, index: int) -> None:
         for one in range(len(self._stages)) if self._together else (index,):
             self._stages[one] = Stage.REDUCED
-        self._added_by(index).clear()
+        self._added_to[index].clear()
         self._reduced_in_step = index == self._stepping
 
     def unscaled(self, index: int, overflow: bool, scaled: bool) -> None:
@@ -133,9 +135,6 @@ class StepRecord:
         finally:
             self._stepping = None
         self._stages[index] = Stage.ACCUMULATING
-
-    def _added_by(self, index: int) -> deque[Tensor]:
-        return self._added_to[0 if self._together else index]
 
 
 def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:

@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -42,8 +41,8 @@ from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_g
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
 from lightning_pipesync.core.torch_private import is_dtensor, reshard, within_collectives
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.method import PIECE_MB, group_members
-from lightning_pipesync.methods.module_hook import Loads
+from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
+from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import StepRecord, UserSteps
 from lightning_pipesync.methods.step_calls import StepCalls
@@ -111,16 +110,22 @@ class SyncMethod(StepCalls):
         reshard(module)
         self._module, self._mesh = module, replicas or replicas_of_model(module)
         self.record = StepRecord(len(self.optimizers), self.reduces_together)
-        self._gradient_hooks: dict[int, list[RemovableHandle]] = {}
-        self._loads: Loads | None = None
+        self._hooked: set[int] = set()  # ids of the parameters whose gradients are
+        self._was_loaded = False  # whether a state was, since the ranks have compared
         self._followed: list[Callable[[], list[Tensor]]] = []
         self._ends: list[Callable[[float], object]] = []
         self.transport = self._make_transport(device_of(module), backend)
+        self._at_detach(self.transport.close)
         self.user_steps = UserSteps(self)
+        self._at_detach(lambda _: self.user_steps.release())
         self.transport.end_other_waits(groups_of_shards(module))
         watch = self.transport.watch
-        self._watched = within_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
+        watched = within_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
+        self._at_detach(lambda _: watched.close())
         self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
+        if self._sharded is not None:
+            release = self._sharded.release
+            self._at_detach(lambda _: release())
         try:
             parameters = on_all_ranks(self.transport.job, self._agreed_parameters)
             on_all_ranks(self.transport.job, self._check_support)
@@ -137,7 +142,10 @@ class SyncMethod(StepCalls):
             self._read_buffers = buffer_reader(module)
             self._broadcast_buffers()
             self.data = TrainingData(self.config, self.transport)
-            self._loads = Loads(module, self.optimizers) if self.same_weights else None
+            if self.same_weights:
+                trained = [parameter for one in self.optimizers for parameter in parameters_of(one)]
+                hooks = hook_loading(self._note_loading, modules_with(module, trained), self.optimizers)
+                self._remove_at_detach(hooks)
             self._attach(parameters)
         except BaseException:
             self._detach(timeout_s=1.0)
@@ -210,13 +218,13 @@ class SyncMethod(StepCalls):
         gradients = sum(parameter.nbytes for parameter in self._trained(None) if parameter.requires_grad)
         return 2 * (self.transport.world_size - 1) / self.transport.world_size * gradients
 
-    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call.
 
-        Of a sharded model it has DTensors.
+        Of a sharded model it has DTensors. The optimizer may be omitted if there is only one.
         """
         with self.given_back():
-            return optimizer.state_dict()
+            return self.optimizers[self._index(optimizer)].state_dict()
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
@@ -244,21 +252,9 @@ class SyncMethod(StepCalls):
 
     def _detach(self, timeout_s: float) -> None:
         with ExitStack() as ends:
-            ends.callback(self._end, timeout_s)
             for end in self._ends:
                 ends.callback(end, timeout_s)
             self._ends.clear()
-
-    def _end(self, timeout_s: float) -> None:
-        for hook in chain.from_iterable(self._gradient_hooks.values()):
-            hook.remove()
-        self.user_steps.release()
-        self._watched.close()
-        if self._sharded is not None:
-            self._sharded.release()
-        if self._loads is not None:
-            self._loads.remove()
-        self.transport.close(timeout_s)
 
     # --- what a method implements -----------------------------------------------------------------------------------
 
@@ -299,13 +295,17 @@ class SyncMethod(StepCalls):
         parameters = collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
         for parameter in parameters:
             tensor = parameter.tensor
-            if parameter.group and id(tensor) not in self._gradient_hooks:
+            if parameter.group and id(tensor) not in self._hooked:
+                self._hooked.add(id(tensor))
                 hooks = [self.record.gradient_hook(parameter.group[0])]
                 if isinstance(tensor, LocalShard) and not tensor.reduced_by_fsdp:
                     hooks.insert(0, reduce_gradient)
-                self._gradient_hooks[id(tensor)] = [hook_gradient(tensor, hook) for hook in hooks]
+                self._remove_at_detach(hook_gradient(tensor, hook) for hook in hooks)
         self._agreed, self._agreed_members = parameters, group_members(self.optimizers)
         return parameters
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(known.name for known in self._agreed if known.tensor is parameter)
 
     @property
     def _has_new_parameters(self) -> bool:
@@ -322,11 +322,19 @@ class SyncMethod(StepCalls):
                 )
         self._compare_loaded()
 
+    def _note_loading(self, loaded: nn.Module | Optimizer, *_: object) -> None:
+        """Called after a state was loaded into a part that is trained, or an optimizer, if ``same_weights``.
+
+        A part that no optimizer trains does not count: weights may be loaded into a teacher often.
+        """
+        self._was_loaded = True
+
     def _compare_loaded(self) -> None:
         """Raises on all ranks if some rank has loaded a state and ranks now differ; a collective call."""
-        if self._loads is None:
+        if not self.same_weights:
             return
-        loaded = any(self.transport.exchange_flags(self._loads.take()).wait())
+        noted, self._was_loaded = self._was_loaded, False
+        loaded = any(self.transport.exchange_flags(noted).wait())
         if self.transport.shards is not None:
             loaded = any(self.transport.shards.exchange_flags(loaded).wait())
         if loaded:

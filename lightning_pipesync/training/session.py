@@ -196,7 +196,9 @@ class Sessions:
         self.modules.clear()
 
     def end_at_shutdown(self) -> None:
-        """Ends everything when the process ends, or when nothing refers to the sessions any more."""
+        """Ends everything when this process ends, or when nothing refers to the sessions any more."""
+        if self._at_end is not None:
+            return
         sessions = weakref.ref(self)
 
         def end(timeout_s: float) -> None:

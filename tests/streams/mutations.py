@@ -48,7 +48,7 @@ MUTATIONS: dict[Wait, tuple[Callable[..., None], tuple[Any, ...]]] = {
     Wait("wait_stream", "server.py", "close"): (train, (DOWNPOUR,)),
     Wait("record_stream", "server.py", "_follow"): (train, (DOWNPOUR,)),
     Wait("record_stream", "shards.py", "receive"): (receive_from_own_server, ()),
-    Wait("synchronize", "norm.py", "item"): (train, (Training("selsync", {"delta": 0.01}),)),
+    Wait("synchronize", "parameters.py", "item"): (train, (Training("selsync", {"delta": 0.01}),)),
     Wait("synchronize", "clock.py", "seconds_between"): (train, (DEAR,)),
 }
 

@@ -120,16 +120,10 @@ class MethodCandidate(Trainable):
         self.sync = method(model.module, self.optimizer, declared.config)
         self.transport = self.sync.transport
         self.compression = compression_of(declared.codec, self.transport.world_size)
-        self._check_of_pass = declared.check_of_pass(self.sync)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= declared.lr_scale
 
     def step(self, batch: Any = None) -> None:
         self.declared.before_step(self.sync)
-        if (check := self._check_of_pass) is None:
-            super().step(batch)
-        else:
-            self.sync.step(lambda: self.optimizer.step(lambda: self.compute_gradient(batch, check)))
+        super().step(batch)
 
     def update(self) -> None:
         self.sync.step()
@@ -321,7 +315,7 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any)
             raise unknown_method(name, [*METHODS, *ALTERNATIVES], f" {OWN_METHODS}")
         entry = lab_of(name)
         shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
-        label = f"{entry.label} ({', '.join(shown)})" if shown else entry.label
+        label = f"{name} ({', '.join(shown)})" if shown else name
         settings = {**preset, **parse_settings(text, METHODS[name].config_type)}
         try:
             declared = entry.bench_candidates(label, settings, bucket_mb)

@@ -41,11 +41,6 @@ def unknown_method(name: str, known: Iterable[str], otherwise: str = "") -> Valu
     return ValueError(f"methods: {name!r} is not known; there are {', '.join(listed)}.{hint}{otherwise}")
 
 
-def readable(method: str) -> str:
-    """Returns a method with its settings, with spaces at which a line may break."""
-    return method.replace(":", ": ", 1).replace(",", ", ")
-
-
 def _value(text: str) -> Any:
     """Parses a number, a tuple such as ``0.5:0.5``, or a boolean; any other text is returned as it is."""
     if ":" in text:

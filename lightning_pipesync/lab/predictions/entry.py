@@ -67,8 +67,6 @@ class BenchCandidate:
     segments: int | None = None  # of an all-reduce that runs under the next step; None: there is none
     period: int = 1  # the number of steps after which what a step does repeats: whole periods are measured
     warmup_steps: int = 1  # until the operations in flight are those of the steady state
-    own_pace: bool = False  # each rank trains at its own pace, on batches from a work queue
-    lr_scale: float = 1.0  # factor on a task's learning rate
 
     def prepare(self, sync: Any, step: Callable[[], None]) -> dict[str, Any] | None:
         """Runs ``step`` before all measurements, as often as needed; returns the result of a search if there is one."""
@@ -81,14 +79,6 @@ class BenchCandidate:
         """Waits for the operations in flight after a step."""
         sync.flush()
         sync.resume()
-
-    def check_of_pass(self, sync: Any) -> Callable[[], object] | None:
-        """Returns what raises if a pass under way is cancelled, which then runs in a closure; None: none ever is."""
-        return None
-
-    def staleness(self, sync: Any) -> list[int] | None:
-        """Returns the numbers of gradients that were 0, 1, ... updates stale, on rank 0; None: it is not counted."""
-        return None
 
 
 def period_of(config: Any) -> int:
@@ -127,28 +117,16 @@ class LabEntry:
 
     Attributes:
         compared_by_step: whether ``pipesync bench step`` compares it if the user names no methods.
-        compared_trainings: the settings that ``python -m benchmarks.converge`` compares then, as they are typed.
         exchanges: whose costs a plan measures for :meth:`predict`.
     """
 
     compared_by_step: bool = False
-    compared_trainings: Sequence[str] = ()
     exchanges: Sequence[Exchange] = ()
 
     def __init__(self, method: type[Method]) -> None:
         self.method, self.name = method, method.name
 
-    @property
-    def label(self) -> str:
-        """The method's name in tables."""
-        return self.name
-
     # --- benchmarks -------------------------------------------------------------------------------------------------
-
-    @property
-    def training_config_type(self) -> type[Any]:
-        """The dataclass of the settings of a training to a quality."""
-        return self.method.config_type
 
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
@@ -160,13 +138,6 @@ class LabEntry:
         """
         config = self.method.config_type(**settings)
         return [BenchCandidate(label, config, period=period_of(config))]
-
-    def training(self, config: Any, world_size: int, divided_data: bool) -> BenchCandidate:
-        """Returns what ``python -m benchmarks.converge`` trains with.
-
-        ``divided_data``: each rank holds data of its own, which cannot be in a queue.
-        """
-        return BenchCandidate(self.label, config)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +151,7 @@ class LabEntry:
 
     def trial(self, settings: Mapping[str, Any]) -> BenchCandidate:
         """Returns what a plan runs of a prediction; raises a ValueError if a setting is out of its range."""
-        return self.bench_candidates(self.label, settings, ())[0]
+        return self.bench_candidates(self.name, settings, ())[0]
 
     def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn | None:
         """Returns how to measure what the method adds to a step's computation; None: it is taken to add nothing.

@@ -36,7 +36,6 @@ PERIODS = (4, 8, 16, 32, 64)
 class LocalSGDLab(LabEntry):
     """Averages of weights every so many steps, perhaps under the steps that follow."""
 
-    compared_trainings = ("period=0.25epoch",)
     exchanges = (
         Exchange(AVERAGES, {codec: {**OUTER, "period": 1, "compression": codec} for codec in ("none", "int8", "int4")}),
     )

@@ -41,7 +41,6 @@ class SelSyncLab(LabEntry):
     """Synchronized steps, local ones, and shares of both."""
 
     compared_by_step = True
-    compared_trainings = ("delta=0.1", "delta=0.3", "delta=1")
 
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
@@ -83,7 +82,7 @@ class SelSyncLab(LabEntry):
         config = SelSyncConfig(**settings)
         period = Fraction(1 - config.lssr).limit_denominator(100).denominator
         return WithShareOfLocalSteps(
-            self.label,
+            self.name,
             replace(config, delta=0.0, lssr=SelSyncConfig.lssr),
             period=period,
             synchronized=round((1 - config.lssr) * period),

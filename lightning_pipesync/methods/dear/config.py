@@ -51,9 +51,6 @@ class DeARConfig(Settings):
     before ``step()`` returns. See ``update=None``, which depends on it."""
 
     wait_for_hooks: bool = True
-    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
-    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
-    weights: communication stays hidden under the next forward pass."""
 
     fusion: FusionMethod = "bo"
     """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
@@ -87,14 +84,7 @@ class DeARConfig(Settings):
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
 
     low_rank: int | None = None
-    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
-    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
-    are."""
-
     low_rank_method: LowRankMethod = "acp_sgd"
-    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
-    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
-
     topology: Topology = "auto"
     torus_columns: int | None = None
     timeout_s: Seconds = 1800.0

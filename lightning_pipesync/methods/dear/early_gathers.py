@@ -18,14 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-
-from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.comm.link import measure_link
-from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
-from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder
+from typing import NamedTuple
 
 #: Candidates: the least share of a piece that is gathered before the next reduce-scatter is ready.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -76,21 +69,10 @@ class EarlyGathers:
         return cls([1] * num_buckets, [[]] * num_buckets)
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One operation of a simulated step, with its start and end in seconds."""
-
-    kind: str
-    bucket: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class SimulatedStep:
+class SimulatedStep(NamedTuple):
     """A backward pass and the forward pass that follows it."""
 
-    operations: list[Operation]  # in the order in which they run
+    operations: list[tuple[str, int, float]]  # in the order in which they run: kind, bucket, start in seconds
     seconds: float  # when the forward pass ends, since backward began
 
 
@@ -110,7 +92,7 @@ def simulate_step(
         early: None: no all-gathers under backward, as in the paper.
     """
     early = early or EarlyGathers.none(len(buckets))
-    operations: list[Operation] = []
+    operations: list[tuple[str, int, float]] = []
     gathered = [0.0] * len(buckets)  # when the weights of a bucket, or of its first pieces, are there
     left = list(early.pieces)
     free = 0.0  # when the network is
@@ -118,8 +100,8 @@ def simulate_step(
     def run(kind: str, bucket: int, earliest: float, duration: float) -> float:
         nonlocal free
         start = max(free, earliest)
+        operations.append((kind, bucket, start))
         free = start + duration
-        operations.append(Operation(kind, bucket, start, free))
         return free
 
     for index, bucket in enumerate(buckets):
@@ -192,75 +174,3 @@ def gathers_in_gaps(buckets: Sequence[BucketTimes], share: float, pieces: Sequen
             if not left[first]:
                 del left[first]
     return EarlyGathers(pieces, after)
-
-
-class EagerGathers:
-    """The schedule of early all-gathers, made when there are times, and again when the buckets change."""
-
-    def __init__(self, buckets: FusedBuckets, order: ExecutionOrder, transport: Transport, enabled: bool) -> None:
-        self._fused, self._times, self._transport = buckets, order.times, transport
-        self._enabled = enabled and transport.world_size > 1
-        self._trained: set[int] = set()  # ids of the parameters whose times are measured
-        self._version = -1  # of the buckets of the schedule; there is none
-        self._early = EarlyGathers.none(0)
-        self._link: LinkCost | None = None  # measured once
-
-    @property
-    def due(self) -> bool:
-        """Whether a missing schedule can be made now; the same on all ranks."""
-        return bool(self._fused.buckets) and not self.final and not self._times.measuring
-
-    @property
-    def final(self) -> bool:
-        """Whether there is a schedule for the present buckets, or none will be made."""
-        return not self._enabled or self._is_current
-
-    def begin(self, parameters: Sequence[NamedParameter]) -> None:
-        """Measures the times of the trained parameters, unless they are the same as before."""
-        trained = {id(parameter.tensor) for parameter in parameters}
-        if self._enabled and trained != self._trained:
-            self._trained = trained
-            self._times.begin()
-
-    def start_after(self, index: int, queue: CommQueue) -> None:
-        """Queues the all-gathers that follow the reduce-scatter of the bucket ``index``."""
-        if self._is_current:
-            for other in self._early.after[index]:
-                self._fused.buckets[other].gather_early(queue, self._early.pieces[other])
-
-    @property
-    def num_early(self) -> int:
-        """Number of all-gathers that start under backward."""
-        return sum(map(len, self._early.after)) if self._is_current else 0
-
-    def make_schedule(self) -> None:
-        """Makes the schedule for the next backward passes; a collective call, with nothing in flight."""
-        if self._link is None:
-            self._link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self._fused.buckets])
-        schedule = None
-        if self._transport.rank == 0:
-            schedule = choose_early_gathers(self._bucket_times(self._link), divisible=self._transport.gathers_parts)
-        self._early = self._transport.broadcast_object(schedule)
-        self._version = self._fused.version
-
-    @property
-    def _is_current(self) -> bool:
-        return self._version == self._fused.version
-
-    def _bucket_times(self, link: LinkCost) -> list[BucketTimes]:
-        """Returns the times of the buckets, since the first gradient of backward.
-
-        A parameter that was not seen counts as ready at the end of backward, and as needed at the beginning of forward.
-        """
-        ready, needed = self._times.ready, self._times.needed
-        end, world_size = max(ready.values(), default=0.0), self._transport.world_size
-        return [
-            BucketTimes(
-                ready=max(ready.get(id(member.tensor), end) for member in bucket.members),
-                needed=min(needed.get(id(member.tensor), 0.0) for member in bucket.members),
-                reduce_scatter=link.reduce_scatter(bucket.gradients.flat.nbytes, world_size),
-                all_gather=link.all_gather(bucket.gradients.flat.nbytes, world_size),
-                latency=link.all_gather(0, world_size),
-            )
-            for bucket in self._fused.buckets
-        ]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,12 +23,8 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.extras import missing_extra
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
+from lightning_pipesync.methods.dear.buckets import FusedBuckets
 from lightning_pipesync.methods.dear.config import SEARCH_MB, DeARConfig
-from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
-
-if TYPE_CHECKING:
-    from bayes_opt import BayesianOptimization
-
 
 #: Expected improvement prefers exploration (Section IV-B); in percent of the throughput of the first trial.
 XI = 0.1
@@ -59,63 +55,45 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return min(trials, key=lambda trial: trial.seconds)
 
 
+@dataclass(frozen=True)
 class FusionSearch(ABC):
-    """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step."""
+    """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step.
 
-    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int, seed: int = 0) -> None:
-        self._first, self._max_trials, self._seed = first, max_trials, seed
-        self._sizes = math.log2(smallest_mb), math.log2(largest_mb)
-        self.trials: list[Trial] = []
+    It keeps nothing: what is tried next follows from the ``trials`` so far. The first has the fusion ``first``.
+    """
 
-    @property
-    def converged(self) -> bool:
-        return len(self.trials) >= self._max_trials
+    first: Fusion
+    smallest_mb: float
+    largest_mb: float
+    max_trials: int
+    seed: int = 0
 
-    def register(self, trial: Trial) -> None:
-        """Adds a trial, also one that was not suggested."""
-        self.trials.append(trial)
-
-    def suggest(self) -> Fusion:
-        """Returns the fusion of the next trial."""
-        return self._suggest() if self.trials else self._first
+    def converged(self, trials: Sequence[Trial]) -> bool:
+        return len(trials) >= self.max_trials
 
     @abstractmethod
-    def _suggest(self) -> Fusion: ...
+    def suggest(self, trials: Sequence[Trial]) -> Fusion:
+        """Returns the fusion of the next trial, after one or more."""
+
+    @property
+    def _sizes(self) -> tuple[float, float]:
+        return math.log2(self.smallest_mb), math.log2(self.largest_mb)
 
 
 class BayesianSearch(FusionSearch):
     """Bayesian optimization with a Gaussian process and expected improvement, over the logarithms of both sizes."""
 
-    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int, seed: int = 0) -> None:
-        super().__init__(first, smallest_mb, largest_mb, max_trials, seed)
-        self._optimization: BayesianOptimization | None = None
-        self._learned: set[tuple[float, float]] = set()
-
-    @property
-    def converged(self) -> bool:
-        if super().converged:
+    def converged(self, trials: Sequence[Trial]) -> bool:
+        if super().converged(trials):
             return True
-        if len(self.trials) <= PATIENCE:
+        if len(trials) <= PATIENCE:
             return False
-        before, recent = self.trials[:-PATIENCE], self.trials[-PATIENCE:]
-        return fastest(recent).seconds > fastest(before).seconds * (1 - PROGRESS)
+        return fastest(trials[-PATIENCE:]).seconds > fastest(trials[:-PATIENCE]).seconds * (1 - PROGRESS)
 
-    def _suggest(self) -> Fusion:
-        if len(self.trials) <= len(STARTS):
-            place, halvings = STARTS[len(self.trials) - 1]
+    def suggest(self, trials: Sequence[Trial]) -> Fusion:
+        if len(trials) <= len(STARTS):
+            place, halvings = STARTS[len(trials) - 1]
             return _fusion(self._sizes[0] + place * (self._sizes[1] - self._sizes[0]), halvings)
-        if self._optimization is None:
-            self._optimization = self._gaussian_process()
-        for trial in self.trials:
-            size, halvings = point = self._point(trial.fusion)
-            if point not in self._learned:
-                self._learned.add(point)
-                throughput = 100 * self.trials[0].seconds / trial.seconds
-                self._optimization.register({"size": size, "halvings": halvings}, throughput)
-        suggestion = self._optimization.suggest()
-        return _fusion(float(suggestion["size"]), float(suggestion["halvings"]))
-
-    def _gaussian_process(self) -> BayesianOptimization:
         from bayes_opt import BayesianOptimization  # imports scikit-learn: a second that only a search should cost
         from bayes_opt.acquisition import ExpectedImprovement
 
@@ -123,11 +101,17 @@ class BayesianSearch(FusionSearch):
             None,
             {"size": self._sizes, "halvings": (0.0, MAX_HALVINGS)},
             acquisition_function=ExpectedImprovement(xi=XI),
-            random_state=self._seed,
+            random_state=self.seed + len(trials),
             verbose=0,
         )
         optimization.set_gp_params(alpha=NOISE)
-        return optimization
+        measured: dict[tuple[float, float], float] = {}  # percent of the throughput of the first trial
+        for trial in trials:
+            measured.setdefault(self._point(trial.fusion), 100 * trials[0].seconds / trial.seconds)
+        for (size, halvings), throughput in measured.items():
+            optimization.register({"size": size, "halvings": halvings}, throughput)
+        suggestion = optimization.suggest()
+        return _fusion(float(suggestion["size"]), float(suggestion["halvings"]))
 
     def _point(self, fusion: Fusion) -> tuple[float, float]:
         """Returns the logarithms of both sizes, within their ranges."""
@@ -140,21 +124,21 @@ class BayesianSearch(FusionSearch):
 class RandomSearch(FusionSearch):
     """Sizes drawn evenly from the logarithmic ranges (Fig. 10)."""
 
-    def _suggest(self) -> Fusion:
-        draw = random.Random(f"{self._seed}, {len(self.trials)}")
+    def suggest(self, trials: Sequence[Trial]) -> Fusion:
+        draw = random.Random(f"{self.seed}, {len(trials)}")
         return _fusion(draw.uniform(*self._sizes), draw.uniform(0.0, MAX_HALVINGS))
 
 
 class GridSearch(FusionSearch):
     """Sizes at even distances in the logarithmic ranges, from the smallest to the largest (Fig. 10)."""
 
-    def _suggest(self) -> Fusion:
+    def suggest(self, trials: Sequence[Trial]) -> Fusion:
         low, high = self._sizes
-        num_sizes = max(2, (self._max_trials - 1) // 3)
+        num_sizes = max(2, (self.max_trials - 1) // 3)
         sizes = [low + (high - low) * i / (num_sizes - 1) for i in range(num_sizes)]
         grid = list(itertools.product(sizes, (0.0, MAX_HALVINGS / 2, MAX_HALVINGS)))
-        number = len(self.trials) - 1
-        return _fusion(*grid[number]) if number < len(grid) else self._first
+        number = len(trials) - 1
+        return _fusion(*grid[number]) if number < len(grid) else self.first
 
 
 SEARCHES: dict[str, type[FusionSearch]] = {"bo": BayesianSearch, "random": RandomSearch, "grid": GridSearch}
@@ -226,7 +210,8 @@ class FusionTuner:
             return False
         if self._decision is None and self._seen_enough():
             self._decision = Promise()
-            decide = functools.partial(self._decide, self._search, Trial(self.fusion, self._median()))
+            trials = [*self.trials, Trial(self.fusion, self._median())]
+            decide = functools.partial(self._decide, self._search, trials)
             self._worker = self._worker or Worker("pipesync-dear-tuner")
             self._worker.submit(functools.partial(self._decision.run, decide))
         return self._decision is not None and self._decision.done
@@ -262,8 +247,6 @@ class FusionTuner:
         if not self.finished and state["trials"]:
             self.trials = [Trial(Fusion(*sizes), float(seconds)) for *sizes, seconds in state["trials"]]
             fusion, self.finished = Fusion(*state["fusion"]), bool(state["finished"])
-            if self._search is not None:
-                self._search.trials = self.trials.copy()
             self._begin_trial(fusion)
         self.change_due = bool(self._fused.buckets) and self._fused.differs_from(self.fusion)
 
@@ -280,19 +263,18 @@ class FusionTuner:
         clearly_worse = self._median() > CLEARLY_WORSE * best
         return clearly_worse or num_steps >= self._config.trial_steps
 
-    def _decide(self, search: FusionSearch, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
-        """Registers a trial; returns all trials so far, the next fusion, and whether that is final."""
-        search.register(trial)
+    def _decide(self, search: FusionSearch, trials: list[Trial]) -> tuple[list[Trial], Fusion, bool]:
+        """Returns all trials so far, the next fusion, and whether that is final."""
         try:
-            measured = {self._fused.names(known.fusion): known.seconds for known in search.trials}
-            while not search.converged:
-                fusion = search.suggest()
+            measured = {self._fused.names(known.fusion): known.seconds for known in trials}
+            while not search.converged(trials):
+                fusion = search.suggest(trials)
                 if (seconds := measured.get(self._fused.names(fusion))) is None:
-                    return search.trials.copy(), fusion, False
-                search.register(Trial(fusion, seconds))  # another size, the same buckets
+                    return trials, fusion, False
+                trials.append(Trial(fusion, seconds))  # another size, the same buckets
         except Exception as error:  # training continues without the search
             log.warning(f"The search for DeAR's bucket size ends early: {type(error).__name__}: {error}")
-        return search.trials, fastest(search.trials).fusion, True
+        return trials, fastest(trials).fusion, True
 
     def _begin_trial(self, fusion: Fusion) -> None:
         self.fusion, self._ends, self.change_due = fusion, [], False

@@ -13,23 +13,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.guarded_states import at_hand, bring_back, send_away
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
-from lightning_pipesync.methods.dear.bucket import IN_BUCKETS, FusedBucket
+from lightning_pipesync.methods.dear.buckets import IN_BUCKETS, FusedBucket, FusedBuckets
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.early_gathers import EagerGathers
-from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets, OfOptimizer
 from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
-from lightning_pipesync.methods.dear.policy import DeARPolicy
-from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe, ReducedBuckets
+from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
-from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.settings import check_saved
+from lightning_pipesync.methods.step import Stage
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -87,21 +85,21 @@ class DeAR(SyncMethod):
         config = self._effective_config
         self._feedpipe: FeedPipe[FusedBucket] = FeedPipe(self._module, order, queue)
         self._at_detach(lambda _: self._feedpipe.remove_hooks())
-        self._fused = FusedBuckets(order, self.optimizers, config, self.transport, self._feedpipe)
+        self._backpipe = BackPipe(
+            queue,
+            may_start=self._may_start,
+            before_first=self._before_first,
+            started=lambda index: self._fused.gather_early_after(index, queue),
+            outdated=self._refuse_outdated,
+        )
+        self._at_detach(lambda _: self._backpipe.remove_hooks())
+        self._fused = FusedBuckets(order, self.optimizers, config, self.transport, self._backpipe, self._feedpipe)
         self._at_detach(self._release_buckets)
         self._tuner = FusionTuner(config, self._fused, self.transport)
         self._at_detach(self._tuner.close)
-        self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
-        self._policy = policy = DeARPolicy(self, self._fused, order, self._tuner, self._early, queue, self._feedpipe)
-        apart = [OfOptimizer(self._fused, index) for index, _ in enumerate(self.optimizers)]
-        reduced: Sequence[ReducedBuckets] = [self._fused] if self.reduces_together else apart
-        self._backpipes = [BackPipe(buckets, queue, policy) for buckets in reduced]  # the first has all hooks
-        self._at_detach(lambda _: self._backpipes[0].remove_hooks())
         self._waits = config.overlap == "none"
+        self._weights_loaded = False  # since the last collective
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
-        self._remove_at_detach(hook_loading(self._after_loading, optimizers=self.optimizers))
-        trained = [parameter.tensor for parameter in parameters if parameter.group]
-        self._remove_at_detach(hook_loading(policy.after_loading, modules_with(self._module, trained)))
         self._at_detach(lambda _: self._bring_back_states())
         self._set_parameters(parameters)
 
@@ -123,7 +121,7 @@ class DeAR(SyncMethod):
     @property
     def planned(self) -> bool:
         """Whether the all-gathers that start under backward are chosen for the present buckets, or there are none."""
-        return self._early.final
+        return self._fused.planned
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -157,9 +155,40 @@ class DeAR(SyncMethod):
             self._set_parameters(self._agreed_parameters())
             self._fused.fuse(self._tuner.fusion)
             self._finish_backpipe(index)
-        if self._early.due:
-            self._early.make_schedule()
+        if self._fused.plan_early_gathers():
             self._tuner.restart_trial()
+
+    def _may_start(self, parameter: Tensor) -> bool:
+        """Returns whether this pass starts reduce-scatters; observes the order of gradients, too."""
+        if not self.syncing:
+            return False
+        self._order.gradient_is_ready(parameter)
+        # New buckets come after this pass; and only a step tells whose gradients are applied, if not all are.
+        return self.reduces_together and not self._tuner.change_due
+
+    def _before_first(self) -> None:
+        """Blocks until no communication is in flight and all weights are up to date."""
+        self._queue.wait_all()
+        self._feedpipe.wait()
+        if self._weights_loaded:  # what was not sent of the former ones, and of their gradients, is dropped
+            self._weights_loaded = False
+            self._fused.drop_residuals()
+        elif self.reduces_together and self.record.stage(0) > Stage.ACCUMULATING:
+            self._fused.drop_residuals(0)  # the last gradient was reduced, and not applied
+
+    def _refuse_outdated(self) -> None:
+        """Raises a RuntimeError if the first pass has left most of a gradient already, to which it would be added."""
+        config = self.config
+        if config.low_rank is not None or (config.uses_error_feedback and get_codec(config.compression).sparse):
+            used = f"compression={config.compression!r} with error_feedback=True has encoded"
+            if config.low_rank is not None:
+                used = f"low_rank={config.low_rank!r} has factorized"
+            raise RuntimeError(
+                f"{used} this gradient already, and a further backward pass changes it: "
+                "put all backward passes of a step but the last under no_sync() (in a LightningModule: "
+                "self.trainer.strategy.block_backward_sync()), take each step that has begun, checkpoint a layer that "
+                "runs several times with use_reentrant=False, or set error_feedback=False, or low_rank=None."
+            )
 
     def _finish_backpipe(self, index: int, flag: int = 0) -> int:
         """Blocks until all gradients, or an optimizer's, are averaged; returns the union of all ranks' flags."""
@@ -168,8 +197,9 @@ class DeAR(SyncMethod):
             return self._queue.submit("flags", lambda: self.transport.exchange_flags(flag))
 
         flag |= END_OF_TRIAL * self._tuner.end_of_trial()
-        backpipe = self._backpipes[0 if self.reduces_together else index]
-        flags = backpipe.finish(exchange, flag, unless=CHANGED)
+        if not self.reduces_together:  # then no pass has started any
+            self._backpipe.buckets = self._fused.of_optimizer(index)
+        flags = self._backpipe.finish(exchange, flag, unless=CHANGED)
         self._tuner.change_due |= bool(flags & END_OF_TRIAL)
         if flags & MISSING and not flags & CHANGED:
             self._fused.find_present()
@@ -177,7 +207,7 @@ class DeAR(SyncMethod):
 
     def _skip(self, index: int) -> None:
         """See the base class; a pass that has started collectives has dropped the residuals by itself."""
-        if not self._backpipes[0].in_step:
+        if not self._backpipe.in_step:
             self._fused.drop_residuals(index)
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
@@ -233,13 +263,8 @@ class DeAR(SyncMethod):
         return result
 
     def check_gradient(self, index: int) -> None:
-        buckets = self._fused.of_optimizer(index)
-
-        def name_of(parameter: Tensor) -> str:
-            return next(one.name for bucket in buckets for one in bucket.members if one.tensor is parameter)
-
-        for bucket in buckets:
-            bucket.check_unwritten(name_of, "DeAR has sent it by then, and applies the average")
+        for bucket in self._fused.of_optimizer(index):
+            bucket.check_unwritten(self._name_of, "DeAR has sent it by then, and applies the average")
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass.
@@ -264,9 +289,8 @@ class DeAR(SyncMethod):
     def flush(self) -> None:
         """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""
         self.synchronize()
-        started = self._backpipes[0]
-        if any(self.transport.exchange_flags(started.in_step).wait()):  # a backward pass without a step, on some rank
-            started.start_rest()
+        if any(self.transport.exchange_flags(self._backpipe.in_step).wait()):  # a pass without a step, on some rank
+            self._backpipe.start_rest()
         self._queue.wait_all()  # broadcasts do not overtake what it has started
         self._compare_loaded()
         self._compare_weights()
@@ -277,24 +301,19 @@ class DeAR(SyncMethod):
         self.flushed = False
 
     def metrics(self) -> dict[str, float]:
-        counts = {"buckets": len(self._fused.buckets), "early_gathers": self._early.num_early}
+        counts = {"buckets": len(self._fused.buckets), "early_gathers": self._fused.num_early}
         return {**counts, **super().metrics()}
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
         return f"{counted(num_steps, 'step')} with gradients in {counted(len(self._fused.buckets), 'bucket')}"
 
-    def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """Returns what ``optimizer.state_dict()`` would be without DeAR, on every rank; a collective call.
-
-        The optimizer itself has no state while DeAR is attached; each rank has the state of its shard. A state that all
-        ranks load with ``optimizer.load_state_dict`` takes effect at the next step.
-        """
-        with self.given_back():
-            return self.optimizers[self._index(optimizer)].state_dict()
-
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """See :meth:`SyncMethod.given_back`; within it the optimizers have their whole states."""
+        """See :meth:`SyncMethod.given_back`; within it the optimizers have their whole states.
+
+        Otherwise they have none: each rank has the state of its shard. A state that all ranks load with
+        ``optimizer.load_state_dict`` takes effect at the next step.
+        """
         self.synchronize()
         before = []
         for optimizer in self.optimizers:
@@ -337,13 +356,16 @@ class DeAR(SyncMethod):
         if self._fused.buckets:  # otherwise the search is of other parameters, or has not begun
             self._tuner.load_state_dict(state["tuner"])
         self._loaded.clear()
-        self._policy.loaded = False  # before the residuals of the checkpoint
+        self._weights_loaded = False  # before the residuals of the checkpoint
 
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizers, which :meth:`detach` would drop; a collective call."""
         self.synchronize()
-        for index, _ in enumerate(self.optimizers):
-            self._return_states(index)
+        for index, optimizer in enumerate(self.optimizers):
+            states = self._fused.optimizer_states(index)
+            if index not in self._loaded:  # maybe on this rank alone
+                bring_back(optimizer)
+                optimizer.state.update(states)
 
     def _bring_back_states(self) -> None:
         for optimizer in self.optimizers:
@@ -353,26 +375,21 @@ class DeAR(SyncMethod):
         self._queue.close(timeout_s)  # which may still write to them
         self._fused.release()
 
-    def _return_states(self, index: int) -> None:
-        """Sets the whole state of an optimizer, unless one was loaded, maybe on this rank alone; a collective call."""
-        states = self._fused.optimizer_states(index)
-        if index not in self._loaded:
-            bring_back(self.optimizers[index])
-            self.optimizers[index].state.update(states)
-
-    def _after_loading(self, optimizer: Optimizer) -> None:
-        """Makes the next step start from the loaded state, as the first buckets always do."""
-        if self._fused.buckets:
-            self._loaded.add(self._index(optimizer))
+    def _note_loading(self, loaded: nn.Module | Optimizer, *_: object) -> None:
+        """See the base class; the next step starts from a loaded state, as the first buckets always do."""
+        super()._note_loading(loaded)
+        if not isinstance(loaded, Optimizer):
+            self._weights_loaded = True
+        elif self._fused.buckets:
+            self._loaded.add(self._index(loaded))
 
     def _set_parameters(self, parameters: Sequence[NamedParameter]) -> None:
         """Trains the parameters that an optimizer has, in buckets that the next step makes."""
         trained = [parameter for parameter in parameters if parameter.group]
         self._fused.reset(trained)
         self._tuner.begin(trained)
-        self._early.begin(trained)
         self._loaded.clear()
-        self._backpipes[0].hook_gradients(parameter.tensor for parameter in trained)
+        self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
 
     def _gradient_shards(self, index: int) -> list[Tensor]:
         return [bucket.gradient_shard for bucket in self._fused.of_optimizer(index)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,45 +57,37 @@ class BackPipeSchedule:
         return range(begin, self.num_started)
 
 
-class ReducedBuckets(Protocol):
-    """All buckets of a model; both properties may change between passes."""
-
-    @property
-    def buckets(self) -> Sequence[GradientBucket]:
-        """In the order of their collectives."""
-
-    @property
-    def index_of(self) -> Mapping[int, int]:
-        """The index of a parameter's bucket, by the parameter's id."""
-
-
-class BackPipePolicy:
-    """What a method decides about the collectives under a backward pass; it overrides what differs for it."""
-
-    def may_start(self, parameter: Tensor) -> bool:
-        """Returns whether this pass starts collectives, now that the gradient of ``parameter`` is ready."""
-        return True
-
-    def before_first(self) -> Queued[Any] | None:
-        """Called before the first collective of a step; may return an operation that has to complete before any."""
-        return None
-
-    def started(self, index: int) -> None:
-        """Called when the collective of the bucket ``index`` was queued."""
-
-    def outdated(self) -> None:
-        """Called when a pass changes a gradient whose collective has started; if allowed, all are reduced again."""
-
-    def were_written(self) -> bool:
-        """Returns whether a gradient has changed since its collective started, other than by a pass that starts any."""
-        return False
-
-
 class BackPipe:
-    """Reduces the gradients of all buckets, once a step, whichever gradients this rank has."""
+    """Reduces the gradients of all buckets, once a step, whichever gradients this rank has.
 
-    def __init__(self, fused: ReducedBuckets, queue: CommQueue, policy: BackPipePolicy) -> None:
-        self._fused, self._queue, self._policy = fused, queue, policy
+    Attributes:
+        buckets: in the order of their collectives; they may change between passes, or in ``before_first``.
+        index_of: the index of a parameter's bucket, by the parameter's id.
+
+    Args:
+        may_start: returns whether a pass starts collectives, now that the gradient of a parameter is ready.
+        before_first: called before the first collective of a step; may return an operation that has to complete before
+            any.
+        started: called with the index of a bucket whose collective was queued.
+        outdated: called when a pass changes a gradient whose collective has started; if allowed, all are reduced again.
+        were_written: returns whether a gradient has changed since its collective started, other than by a pass that
+            starts any.
+    """
+
+    def __init__(
+        self,
+        queue: CommQueue,
+        *,
+        may_start: Callable[[Tensor], bool],
+        before_first: Callable[[], Queued[Any] | None] = lambda: None,
+        started: Callable[[int], None] = lambda index: None,
+        outdated: Callable[[], None] = lambda: None,
+        were_written: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.buckets: Sequence[GradientBucket] = ()
+        self.index_of: Mapping[int, int] = {}
+        self._queue, self._may_start, self._before_first = queue, may_start, before_first
+        self._started, self._outdated, self._were_written = started, outdated, were_written
         self._schedule: BackPipeSchedule | None = None  # of this step
         self._requires: Queued[Any] | None = None
         self._hooks: dict[int, RemovableHandle] = {}
@@ -140,8 +132,8 @@ class BackPipe:
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         """Starts the collectives that wait for the gradient of ``parameter``."""
-        if self._policy.may_start(parameter):
-            bucket = self._fused.index_of.get(id(parameter))
+        if self._may_start(parameter):
+            bucket = self.index_of.get(id(parameter))
             if bucket is not None:  # otherwise no optimizer has it any more
                 schedule = self._schedule or self._begin()
                 if parameter.is_cuda:
@@ -149,23 +141,23 @@ class BackPipe:
                 for index in schedule.gradient_is_ready(bucket):
                     self._reduce(index)
                 if schedule.outdated:
-                    self._policy.outdated()
+                    self._outdated()
 
     def _finish_pass(self, exchange: Callable[[int], Queued[list[int]]], flag: int) -> int:
         self.start_rest()
-        missing = not all(all(bucket.present) for bucket in self._fused.buckets)
-        flag |= MISSING * missing | OUTDATED * (self._policy.were_written() | self.end_step())
+        missing = not all(all(bucket.present) for bucket in self.buckets)
+        flag |= MISSING * missing | OUTDATED * (self._were_written() | self.end_step())
         exchanged = exchange(flag)
         self._queue.wait_all()
         return functools.reduce(operator.or_, exchanged.wait())
 
     def _begin(self) -> BackPipeSchedule:
-        self._requires = self._policy.before_first()
-        self._schedule = BackPipeSchedule([bucket.num_gradients for bucket in self._fused.buckets])
+        self._requires = self._before_first()
+        self._schedule = BackPipeSchedule([bucket.num_gradients for bucket in self.buckets])
         return self._schedule
 
     def _reduce(self, index: int) -> None:
         for stream in self._streams:  # layers that ran on other streams have their gradients there
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._fused.buckets[index].reduce(self._queue, self._requires)
-        self._policy.started(index)
+        self.buckets[index].reduce(self._queue, self._requires)
+        self._started(index)

@@ -40,6 +40,7 @@ class GradientBucket:
         low_rank: LowRankBucket | None = None,
     ) -> None:
         self.parameters, self._low_rank = list(parameters), low_rank
+        self._piece_numel, self._number = piece_numel, number
         self.gradients = Bucket(self.parameters, collectives.world_size)
         flat = self.gradients.flat
         self.pieces: Sequence[Tensor] = [flat] if piece_numel is None else flat.split(piece_numel)
@@ -50,6 +51,13 @@ class GradientBucket:
         self._idle: Tensor | None = None  # True for values of parameters without a gradient on this rank
         self._noted: list[tuple[Tensor, int] | None] = []
         self._averaged: list[Queued[Tensor]] = []
+
+    def twin(self) -> GradientBucket:
+        """Returns a bucket of the same parameters with a buffer of its own, and with these residuals and factors."""
+        args = (self._codec, self._piece_numel, self._number, self._low_rank)
+        twin = GradientBucket(self.parameters, self._collectives, *args)
+        twin.feedback = self.feedback
+        return twin
 
     @property
     def num_gradients(self) -> int:
@@ -174,7 +182,8 @@ class GradientBucket:
 class GradientBuckets:
     """The gradients of an optimizer in buckets of ``parameters``, in the order of their all-reduces.
 
-    Implements :class:`ReducedBuckets`.
+    ``index_of``: the index of a parameter's bucket, by the parameter's id. ``shard_of_piece``: the bytes that each rank
+    sums of a piece of an all-reduce; None: it has one piece.
     """
 
     def __init__(
@@ -184,12 +193,16 @@ class GradientBuckets:
         codec: str | Codec = "none",
         error_feedback: bool = False,
         low_rank: LowRankGradients | None = None,
+        shard_of_piece: int | None = None,
     ) -> None:
         self._low_rank = low_rank
-        self.buckets = []
+        self.buckets: list[GradientBucket] = []
         for number, members in enumerate(parameters):
+            numel = None
+            if shard_of_piece is not None:
+                numel = shard_of_piece * collectives.world_size // members[0].element_size()
             factorized = low_rank_bucket(low_rank, members, collectives.world_size)
-            self.buckets.append(GradientBucket(members, collectives, codec, number=number, low_rank=factorized))
+            self.buckets.append(GradientBucket(members, collectives, codec, numel, number, factorized))
         self.index_of = {id(tensor): index for index, members in enumerate(parameters) for tensor in members}
         self._collectives = collectives
         if error_feedback:

@@ -36,14 +36,7 @@ class PipeSGDConfig(Settings):
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values; not in the paper."""
 
     low_rank: int | None = None
-    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
-    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
-    are."""
-
     low_rank_method: LowRankMethod = "acp_sgd"
-    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
-    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation."""
-
     topology: Topology = "auto"
     torus_columns: int | None = None
 

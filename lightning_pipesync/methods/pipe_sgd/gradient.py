@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import NamedParameter, SquaredNorm
 from lightning_pipesync.core.sharding import copies_of, count_copies
 from lightning_pipesync.core.torch_private import foreach_mul_
-from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.low_rank import low_rank_bucket, low_rank_gradients
+from lightning_pipesync.methods.gradients.bucket import GradientBucket, GradientBuckets
+from lightning_pipesync.methods.gradients.low_rank import low_rank_gradients
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.replicas.flags import check_same
@@ -33,129 +32,35 @@ DIFFERS, SKIPPED, NEW_PARAMETERS = 1, (2, 4), 8
 SHARD_OF_PIECE = 4 * MIB
 
 
-class GradientLayout:
+class GradientLayout(GradientBuckets):
     """How the gradients of some parameters are fused, step after step.
 
     ``members`` are these, bucket by bucket, in the order in which their gradients are expected. ``compared`` is, by
-    member, whether it had a gradient when the ranks last compared: on this rank, on any. ``low_rank`` are the
-    factorized gradients, which those of several steps share; None without.
+    member, whether it had a gradient when the ranks last compared: on this rank, on any.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], config: PipeSGDConfig, transport: Transport) -> None:
-        self.config, self._transport = config, transport
+        self.config, self.transport = config, transport
         ready_order = [replace(parameter, group=None) for parameter in reversed(parameters)]
         if config.pipeline_level == 1:
-            self._members_of = plan_buckets(ready_order, Fusion(bucket_mb=config.bucket_mb or math.inf))
+            plan = plan_buckets(ready_order, Fusion(bucket_mb=config.bucket_mb or math.inf))
         else:
             segments = _segments(ready_order, config.segments)
-            self._members_of = [b for part in segments for b in plan_buckets(part, Fusion(bucket_mb=math.inf))]
-        self.members = [member for members in self._members_of for member in members]
-        self.index_of = {id(m.tensor): index for index, members in enumerate(self._members_of) for m in members}
+            plan = [bucket for part in segments for bucket in plan_buckets(part, Fusion(bucket_mb=math.inf))]
+        self.members = [member for members in plan for member in members]
         self.compared = [True] * len(parameters), [True] * len(parameters)
-        self.low_rank = low_rank_gradients(parameters, config)
-        tensors = [[member.tensor for member in members] for members in self._members_of]
-        self._factorized = [low_rank_bucket(self.low_rank, each, transport.world_size) for each in tensors]
-        first = self._new_buckets()
-        if config.uses_error_feedback:
-            for bucket in first:
-                bucket.use_error_feedback()
-        self._feedback = [bucket.feedback for bucket in first]
-        self._free = [first]
-
-    @property
-    def feedback(self) -> list[ErrorFeedback]:
-        """The residuals of each piece, which gradients of several steps share; empty without error feedback."""
-        return [feedback for of_bucket in self._feedback for feedback in of_bucket if feedback is not None]
+        tensors = [[member.tensor for member in members] for members in plan]
+        low_rank = low_rank_gradients(parameters, config)
+        feedback = config.uses_error_feedback
+        super().__init__(tensors, transport, config.compression, feedback, low_rank, SHARD_OF_PIECE)
+        self._free = [self.buckets]
 
     def acquire_buckets(self) -> list[GradientBucket]:
         """Returns a bucket for each part, with undefined content."""
-        if self._free:
-            return self._free.pop()
-        buckets = self._new_buckets()
-        for bucket, feedback in zip(buckets, self._feedback, strict=True):
-            bucket.feedback = feedback
-        return buckets
+        return self._free.pop() if self._free else [bucket.twin() for bucket in self.buckets]
 
     def release_buckets(self, buckets: list[GradientBucket]) -> None:
         self._free.append(buckets)
-
-    def _new_buckets(self) -> list[GradientBucket]:
-        buckets = []
-        for number, members in enumerate(self._members_of):
-            tensors = [member.tensor for member in members]
-            piece_numel = SHARD_OF_PIECE * self._transport.world_size // tensors[0].element_size()
-            args = (tensors, self._transport, self.config.compression, piece_numel, number, self._factorized[number])
-            buckets.append(GradientBucket(*args))
-        return buckets
-
-
-class LocalGradient:
-    """The unscaled gradient that this rank has computed, which predicts weights until the average is applied.
-
-    ``values`` are those of parameters, by id; None for zeros, as with ``delay_compensation="momentum"``. Empty if they
-    predict nothing.
-    """
-
-    def __init__(self, members: Sequence[NamedParameter], config: PipeSGDConfig) -> None:
-        self._members, self._config = members, config
-        self.values: dict[int, Tensor | None] = {}
-        self._norm = SquaredNorm([])
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values are finite. Otherwise the average is not finite either, and predicts nothing."""
-        return math.isfinite(self._norm.item())
-
-    def keep(self, loss_scale: float, grad_is_reused: bool) -> None:
-        """Takes ``p.grad``, ``loss_scale`` times too large; copies it only if its memory will be written to."""
-        pairs = [(id(m.tensor), m.tensor.grad.detach()) for m in self._members if m.tensor.grad is not None]
-        if not self._config.keeps_local_gradients:
-            self.values = dict.fromkeys([key for key, _ in pairs])
-            return
-        gradients = [gradient.clone() if grad_is_reused else gradient for _, gradient in pairs]
-        if loss_scale != 1.0:
-            foreach_mul_(gradients, 1 / loss_scale)
-        self._set(dict(zip([key for key, _ in pairs], gradients, strict=True)))
-
-    def grad_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns tensors whose ``grad`` is this gradient, for each of ``parameters`` that has values."""
-        found = [self.values.get(id(parameter)) for parameter in parameters]
-        gradients = [gradient for gradient in found if gradient is not None]
-        holders = [gradient.detach() for gradient in gradients]
-        present = [parameter for parameter, gradient in zip(parameters, found, strict=True) if gradient is not None]
-        for holder, parameter in zip(holders, present, strict=True):
-            count_copies(holder, copies_of(parameter))
-        for holder, gradient in zip(holders, gradients, strict=True):
-            holder.grad = gradient
-        return holders
-
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """Returns the values by name, on the CPU; None for zeros, and with ``checkpoint_own_gradients=False``."""
-        state: dict[str, Tensor | None] = {}
-        for member in self._members:
-            if id(member.tensor) in self.values:
-                gradient = self.values[id(member.tensor)]
-                saved = gradient is not None and self._config.checkpoint_own_gradients
-                state[member.name] = gradient.to("cpu", copy=True) if saved and gradient is not None else None
-        return state
-
-    def load_state_dict(
-        self, state: Mapping[str, Tensor | None], averages: Mapping[str, Tensor], loss_scale: float
-    ) -> None:
-        """Loads what :meth:`state_dict` returned; values that were not saved become those of the scaled averages."""
-        members = [member for member in self._members if member.name in state]
-        if not self._config.keeps_local_gradients:
-            self.values = dict.fromkeys([id(member.tensor) for member in members])
-            return
-        gradients = {}
-        for member in members:
-            values, average = state[member.name], averages[member.name] / loss_scale
-            gradients[id(member.tensor)] = average if values is None else values.to(average.device, copy=True)
-        self._set(gradients)
-
-    def _set(self, gradients: dict[int, Tensor]) -> None:
-        self.values = {**gradients}
-        self._norm = SquaredNorm(list(gradients.values()))
 
 
 class GradientInFlight:
@@ -164,6 +69,9 @@ class GradientInFlight:
     Most models use the same parameters at every step. So each rank sends one byte with the gradient: whether the mask
     of its parameters that have one differs from that of the last comparison. Ranks compare masks only if one differs.
     The byte also says whether the rank has skipped as many steps as the others, so that they average the same step's.
+
+    ``own`` is what this rank has computed, unscaled, with which weights are predicted until the average is applied: by
+    the id of a parameter; None for zeros, as with ``delay_compensation="momentum"``. Empty if it predicts nothing.
     """
 
     hyperparameters: Hyperparameters  # of the optimizer when it was computed
@@ -171,14 +79,15 @@ class GradientInFlight:
     num_updates: int  # that had been made when it was computed
     _optimizer: str  # its name
 
-    def __init__(self, layout: GradientLayout, transport: Transport) -> None:
-        self._layout, self._transport = layout, transport
+    def __init__(self, layout: GradientLayout) -> None:
+        self._layout, self._transport = layout, layout.transport
         self.buckets = layout.acquire_buckets()
         self._weights: list[GradientBucket] | None = None
         self._compared = layout.compared
         self._flags: Handle[list[int]] | None = None  # of all ranks
         self._present: list[bool] = []  # by parameter: on this rank, and on any once that is known
-        self.local = LocalGradient(layout.members, layout.config)
+        self.own: dict[int, Tensor | None] = {}
+        self._own_norm = SquaredNorm([])
 
     @torch.no_grad()
     def submit(
@@ -195,7 +104,7 @@ class GradientInFlight:
         self._flags, self._optimizer = self._transport.exchange_flags(flag), type(optimizer).__name__
         self.hyperparameters, self.loss_scale, self.num_updates = current(optimizer), loss_scale, num_updates
         if self._layout.config.predicts:
-            self.local.keep(loss_scale, grad_is_reused)
+            self._keep_own(grad_is_reused)
         if self._keeps_weights:
             self._weights = self._layout.acquire_buckets()
             for bucket in self._weights:
@@ -244,6 +153,22 @@ class GradientInFlight:
         pairs = zip([member.tensor.grad for member in self._layout.members], _views(self.buckets), strict=True)
         return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in pairs)
 
+    @property
+    def own_is_finite(self) -> bool:
+        """Whether all values of ``own`` are finite. Otherwise the average is not either, and predicts nothing."""
+        return math.isfinite(self._own_norm.item())
+
+    def own_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors whose ``grad`` is in ``own``, for each of ``parameters`` that has values there."""
+        holders = []
+        for parameter in parameters:
+            if (gradient := self.own.get(id(parameter))) is not None:
+                holder = gradient.detach()
+                holder.grad = gradient
+                count_copies(holder, copies_of(parameter))
+                holders.append(holder)
+        return holders
+
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(bucket.gradients.flat).all()) for bucket in self.buckets)
 
@@ -272,7 +197,7 @@ class GradientInFlight:
             "present": dict(zip([member.name for member in self._layout.members], self._present, strict=True)),
             "gradients": self._by_name(self.buckets),
             "weights": self._by_name(self._weights),
-            "own": self.local.state_dict(),
+            "own": self._saved_own(),
         }
 
     @torch.no_grad()
@@ -283,10 +208,46 @@ class GradientInFlight:
         self.num_updates = state["num_updates"]
         self._present = [state["present"].get(name, False) for name in names]
         self._load(self.buckets, state["gradients"])
-        self.local.load_state_dict(state["own"], dict(zip(names, _views(self.buckets), strict=True)), self.loss_scale)
+        self._load_own(state["own"])
         if self._keeps_weights:
             self._weights = self._layout.acquire_buckets()
             self._load(self._weights, state["weights"])
+
+    def _keep_own(self, grad_is_reused: bool) -> None:
+        """Takes ``p.grad``, ``loss_scale`` times too large; copies it only if its memory will be written to."""
+        pairs = [(id(m.tensor), m.tensor.grad.detach()) for m in self._layout.members if m.tensor.grad is not None]
+        gradients = [gradient for _, gradient in pairs]
+        if self._layout.config.keeps_local_gradients:
+            if grad_is_reused:
+                gradients = [gradient.clone() for gradient in gradients]
+            if self.loss_scale != 1.0:
+                foreach_mul_(gradients, 1 / self.loss_scale)
+        self._set_own(dict(zip([key for key, _ in pairs], gradients, strict=True)))
+
+    def _set_own(self, gradients: dict[int, Tensor]) -> None:
+        if self._layout.config.keeps_local_gradients:
+            self.own, self._own_norm = {**gradients}, SquaredNorm(list(gradients.values()))
+        else:
+            self.own = dict.fromkeys(gradients)
+
+    def _saved_own(self) -> dict[str, Tensor | None]:
+        """Returns ``own`` by name, on the CPU; None for zeros, and with ``checkpoint_own_gradients=False``."""
+        state: dict[str, Tensor | None] = {}
+        for member in self._layout.members:
+            if id(member.tensor) in self.own:
+                gradient = self.own[id(member.tensor)] if self._layout.config.checkpoint_own_gradients else None
+                state[member.name] = None if gradient is None else gradient.to("cpu", copy=True)
+        return state
+
+    def _load_own(self, state: Mapping[str, Tensor | None]) -> None:
+        """Loads what was saved; values that were not become those of the averages."""
+        gradients = {}
+        for member, view in zip(self._layout.members, _views(self.buckets), strict=True):
+            if member.name in state:
+                values = state[member.name]
+                loaded = view / self.loss_scale if values is None else values.to(view.device, copy=True)
+                gradients[id(member.tensor)] = loaded
+        self._set_own(gradients)
 
     @property
     def _keeps_weights(self) -> bool:

@@ -14,8 +14,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.core.torch_private import mark_stepped
-from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
-from lightning_pipesync.methods.gradients.bucket import GradientBucket
+from lightning_pipesync.methods.gradients.backpipe import BackPipe
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.pipe_sgd.algorithm import Pipeline
@@ -26,11 +25,8 @@ from lightning_pipesync.methods.step import SCALER_RECIPE
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 
-class GradientPipe(BackPipePolicy):
-    """Submits the gradient of each step, and updates the weights by the gradient of ``staleness`` steps before.
-
-    It is the policy of its :class:`BackPipe`, and has its buckets: those of the gradient whose all-reduce has started.
-    """
+class GradientPipe:
+    """Submits the gradient of each step, and updates the weights by the gradient of ``staleness`` steps before."""
 
     def __init__(
         self,
@@ -43,7 +39,13 @@ class GradientPipe(BackPipePolicy):
         self._sync, self._transport = sync, sync.transport
         self._config: PipeSGDConfig = sync.config
         self.pipeline: Pipeline[GradientInFlight] = Pipeline(self._config.staleness, self._config.warmup_steps)
-        self._backpipe = BackPipe(self, queue, self)
+        self._backpipe = BackPipe(
+            queue,
+            may_start=lambda parameter: sync.syncing,
+            before_first=self._before_first,
+            started=lambda index: self._backpipe.buckets[index].note_gradients(),
+            outdated=self._refuse_outdated,
+        )
         self._failed, self._num_skipped = False, 0
         self._started: GradientInFlight | None = None  # the all-reduce of some of its buckets has started
         self._due: GradientInFlight | None = None  # about to be applied
@@ -52,34 +54,14 @@ class GradientPipe(BackPipePolicy):
         self._set_layout(parameters)
 
     @property
-    def buckets(self) -> Sequence[GradientBucket]:
-        """Those of the gradient whose all-reduce has started."""
-        return [] if self._started is None else self._started.buckets
+    def has_started(self) -> bool:
+        """Whether the all-reduce of some of this step's gradient has started."""
+        return self._started is not None
 
-    def may_start(self, parameter: Tensor) -> bool:
-        return self._sync.syncing
-
-    def before_first(self) -> None:
-        # A zero_grad() that sets gradients to zero keeps the views, and this step's gradient is added to them.
-        if self._in_grad is not None and not self._in_grad.is_in_grad():
-            self._in_grad.release()
-            self._in_grad = None
-        self._started = GradientInFlight(self._layout, self._transport)
-
-    def started(self, index: int) -> None:
-        self.buckets[index].note_gradients()
-
-    def outdated(self) -> None:
-        raise RuntimeError(
-            "pipeline_level=2 has sent this gradient already, and a further backward pass changes it: put all backward "
-            "passes of a step but the last under no_sync() (in a LightningModule: "
-            "self.trainer.strategy.block_backward_sync()), or use pipeline_level=1."
-        )
-
-    def local_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def own_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` is this rank's part of the gradient that was submitted last."""
         in_flight = self.pipeline.in_flight
-        return in_flight[-1].local.grad_holders(parameters) if in_flight else []
+        return in_flight[-1].own_holders(parameters) if in_flight else []
 
     def set_parameters(self, parameters: Sequence[NamedParameter]) -> None:
         """Sets the parameters of later gradients; those in flight stay as they are. A collective call."""
@@ -173,12 +155,11 @@ class GradientPipe(BackPipePolicy):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the gradients in flight, the counters and the codec's residuals; a collective call."""
-        pipeline, low_rank = self.pipeline, self._layout.low_rank
+        pipeline = self.pipeline
         return {
             "steps": [pipeline.num_steps, pipeline.num_updates, pipeline.staleness],
             "in_flight": [gradient.state_dict() for gradient in pipeline.in_flight],
-            "feedback": [feedback.state_dict() for feedback in self._layout.feedback],
-            **({} if low_rank is None else {"low_rank": low_rank.state_dict()}),
+            **self._layout.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,17 +169,14 @@ class GradientPipe(BackPipePolicy):
         pipeline.num_steps, pipeline.num_updates, pipeline.staleness = state["steps"]
         pipeline.in_flight.clear()
         for saved in state["in_flight"]:
-            gradient = GradientInFlight(self._layout, self._transport)
+            gradient = GradientInFlight(self._layout)
             gradient.load_state_dict(saved)
             pipeline.submit(gradient)
-        for feedback, residuals in zip(self._layout.feedback, state["feedback"], strict=True):
-            feedback.load_state_dict(residuals)
-        if self._layout.low_rank is not None:
-            self._layout.low_rank.load_state_dict(state["low_rank"])
+        self._layout.load_state_dict(state)
 
     def _set_layout(self, parameters: Sequence[NamedParameter]) -> None:
         self._layout = GradientLayout(parameters, self._config, self._transport)
-        self.index_of = self._layout.index_of
+        self._backpipe.index_of = self._layout.index_of
         if self._config.pipeline_level == 2:
             self._backpipe.hook_gradients(parameter.tensor for parameter in parameters)
         self.predicted.names = {id(parameter.tensor): parameter.name for parameter in parameters}
@@ -207,8 +185,23 @@ class GradientPipe(BackPipePolicy):
         """Returns the updates in flight, as this rank predicts them."""
         if not self._config.predicts:
             return []
-        expected = [gradient for gradient in self.pipeline.in_flight if gradient.local.is_finite]
-        return [TrialStep(gradient.local.values, gradient.hyperparameters) for gradient in expected]
+        expected = [gradient for gradient in self.pipeline.in_flight if gradient.own_is_finite]
+        return [TrialStep(gradient.own, gradient.hyperparameters) for gradient in expected]
+
+    def _before_first(self) -> None:
+        # A zero_grad() that sets gradients to zero keeps the views, and this step's gradient is added to them.
+        if self._in_grad is not None and not self._in_grad.is_in_grad():
+            self._in_grad.release()
+            self._in_grad = None
+        self._started = GradientInFlight(self._layout)
+        self._backpipe.buckets = self._started.buckets
+
+    def _refuse_outdated(self) -> None:
+        raise RuntimeError(
+            "pipeline_level=2 has sent this gradient already, and a further backward pass changes it: put all backward "
+            "passes of a step but the last under no_sync() (in a LightningModule: "
+            "self.trainer.strategy.block_backward_sync()), or use pipeline_level=1."
+        )
 
     def _start_all(self) -> GradientInFlight:
         """Starts the all-reduce of all segments of this step's gradient, and returns it."""
@@ -224,7 +217,7 @@ class GradientPipe(BackPipePolicy):
         """Waits for the oldest gradient in flight, and sets ``p.grad`` to it (Algorithm 1, lines 3 and 4)."""
         due.wait()
         self._due = self.pipeline.retire()
-        due.local.values = {}
+        due.own = {}
         due.set_gradients(self.optimizer, loss_scale)
         if self._in_grad is not None:
             self._in_grad.release()
@@ -238,7 +231,7 @@ class GradientPipe(BackPipePolicy):
             )
 
     def _check_written(self) -> None:
-        for bucket in self.buckets:
+        for bucket in [] if self._started is None else self._started.buckets:
             bucket.check_unwritten(
                 lambda parameter: self.predicted.names[id(parameter)],
                 "pipeline_level=2 has sent it by then",

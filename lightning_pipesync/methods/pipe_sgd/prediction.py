@@ -15,21 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.dtensors import LocalShard, give_values
 from lightning_pipesync.core.fingerprints import Version, versions_of, written_since
-from lightning_pipesync.core.parameters import modules_with_parameters
-from lightning_pipesync.core.torch_private import Probe, foreach_copy_, in_function_transform, twin_optimizer
+from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
-from lightning_pipesync.methods.module_hook import EagerHook, ModuleHook
 
 #: MiB of weights of a trial step: enough to keep an accelerator busy, and on a CPU so few that weights and copies stay
 #: in its cache.
@@ -142,19 +139,11 @@ class PredictedWeights:
             yield groups
             return
         for index, parameters in groups.items():
-            block: list[Tensor] = []
-            room = 0.0
-            for parameter in parameters:
-                size = parameter.numel() * parameter.element_size() / MIB
-                if size > room and block:
-                    yield {index: block}
-                    block = []
-                if not block:
-                    room = BLOCK_MB if parameter.is_cuda else BLOCK_MB_ON_CPU
-                block.append(parameter)
-                room -= size
-            if block:
-                yield {index: block}
+            before = accumulate((parameter.nbytes / MIB for parameter in parameters), initial=0.0)
+            sizes = [BLOCK_MB if parameter.is_cuda else BLOCK_MB_ON_CPU for parameter in parameters]
+            numbers = [mib // size for mib, size in zip(before, sizes, strict=False)]  # of the block where it begins
+            for _, block in groupby(zip(numbers, parameters, strict=True), key=lambda pair: pair[0]):
+                yield {index: [parameter for _, parameter in block]}
 
     @torch.no_grad()
     def _predict(
@@ -215,66 +204,6 @@ class PredictedWeights:
     @property
     def _is_torchs_own(self) -> bool:
         return type(self._optimizer).__module__.startswith("torch.optim.")
-
-
-class PredictionHooks:
-    """Forward passes with gradients enabled run at the predicted weights; state dicts hold the true ones.
-
-    Within a transform of ``torch.func`` the weights stay what they are.
-    """
-
-    def __init__(self, predictions: Sequence[PredictedWeights], is_flushed: Callable[[], bool]) -> None:
-        self._predictions, self._is_flushed = predictions, is_flushed
-        self._saved: nn.Module | None = None  # whose state_dict is being made
-        self._restored: list[PredictedWeights] = []
-
-    def register(self, module: nn.Module) -> list[RemovableHandle]:
-        """Registers the hooks on ``module`` and its submodules."""
-        # Before the hooks of others, such as those of weight_norm, which read the weights. A model that is compiled as
-        # a whole needs the hook of the whole model only: those of its submodules would break its graph.
-        hooks = [module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)]
-        before_child = EagerHook(self._before_forward)
-        for child in modules_with_parameters(module):
-            if child is not module:
-                hooks.append(child.register_forward_pre_hook(before_child, prepend=True))
-        saving, saved = ModuleHook(self._before_saving), ModuleHook(self._after_saving)
-        loading = ModuleHook(self._before_loading)
-        for child in module.modules():
-            hooks.append(child.register_state_dict_pre_hook(saving))
-            hooks.append(child.register_state_dict_post_hook(saved))
-            hooks.append(child.register_load_state_dict_pre_hook(loading))
-        return hooks
-
-    def use_predicted_weights(self) -> None:
-        self._saved = None
-        for predicted in self._predictions:
-            predicted.use()
-
-    def restore_true_weights(self, check: bool = True) -> list[PredictedWeights]:
-        """Restores the true weights; returns the predictions that were in use, see :meth:`PredictedWeights.restore`."""
-        in_use = [predicted for predicted in self._predictions if predicted.in_use]
-        for predicted in in_use:
-            predicted.restore(check)
-        return in_use
-
-    def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._is_flushed() and not in_function_transform():
-            self.use_predicted_weights()
-
-    def _before_saving(self, module: nn.Module, *_: Any) -> None:
-        if self._saved is None or self._saved is module:  # an earlier state_dict of it may have raised
-            self._saved = module
-            self._restored = self.restore_true_weights()
-
-    def _after_saving(self, module: nn.Module, *_: Any) -> None:
-        if self._saved is module:
-            self._saved = None
-            for predicted in self._restored:
-                predicted.use()
-
-    def _before_loading(self, *_: Any) -> None:
-        for predicted in self._predictions:
-            predicted.forget()
 
 
 def _kind(tensor: Tensor) -> tuple[str, str]:

@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, modules_with_parameters
+from lightning_pipesync.core.torch_private import in_function_transform
 from lightning_pipesync.methods.method import NETWORK_METRICS, MetricInfo, counted
+from lightning_pipesync.methods.module_hook import EagerHook, ModuleHook
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import NEW_PARAMETERS, check_new_parameters
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
-from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, PredictionHooks
+from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights
 from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -71,11 +74,58 @@ class PipeSGD(SyncMethod):
             pipe = GradientPipe(self, optimizer, of_optimizer, self._queue)
             self._at_detach(lambda _, pipe=pipe: pipe.close())  # type: ignore[misc]
             self._pipes.append(pipe)
-        self._prediction = PredictionHooks([pipe.predicted for pipe in self._pipes], lambda: self.flushed)
-        self._at_detach(lambda _: self._prediction.restore_true_weights(check=False))
-        if self.config.predicts:
-            self._remove_at_detach(self._prediction.register(self._module))
         self._used_at_flush: list[PredictedWeights] = []  # that were in use at a flush
+        self._saved: nn.Module | None = None  # whose state_dict is being made
+        self._used_at_saving: list[PredictedWeights] = []
+        self._at_detach(lambda _: self._restore(check=False))
+        if self.config.predicts:
+            self._hook_module()
+
+    def _hook_module(self) -> None:
+        """Registers hooks: forward passes with gradients run at the predicted weights, state dicts hold the true ones.
+
+        Within a transform of ``torch.func`` the weights stay what they are.
+        """
+        # Before the hooks of others, such as those of weight_norm, which read the weights. A model that is compiled as
+        # a whole needs the hook of the whole model only: those of its submodules would break its graph.
+        module, before_child = self._module, EagerHook(self._before_forward)
+        hooks = [module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)]
+        for child in modules_with_parameters(module):
+            if child is not module:
+                hooks.append(child.register_forward_pre_hook(before_child, prepend=True))
+        saving, saved = ModuleHook(self._before_saving), ModuleHook(self._after_saving)
+        loading = ModuleHook(self._before_loading)
+        for child in module.modules():
+            hooks.append(child.register_state_dict_pre_hook(saving))
+            hooks.append(child.register_state_dict_post_hook(saved))
+            hooks.append(child.register_load_state_dict_pre_hook(loading))
+        self._remove_at_detach(hooks)
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not in_function_transform():
+            self.use_predicted_weights()
+
+    def _before_saving(self, module: nn.Module, *_: Any) -> None:
+        if self._saved is None or self._saved is module:  # an earlier state_dict of it may have raised
+            self._saved = module
+            self._used_at_saving = self._restore()
+
+    def _after_saving(self, module: nn.Module, *_: Any) -> None:
+        if self._saved is module:
+            self._saved = None
+            for predicted in self._used_at_saving:
+                predicted.use()
+
+    def _before_loading(self, *_: Any) -> None:
+        for pipe in self._pipes:
+            pipe.predicted.forget()
+
+    def _restore(self, check: bool = True) -> list[PredictedWeights]:
+        """Restores the true weights; returns the predictions that were in use, see :meth:`PredictedWeights.restore`."""
+        in_use = [pipe.predicted for pipe in self._pipes if pipe.predicted.in_use]
+        for predicted in in_use:
+            predicted.restore(check)
+        return in_use
 
     @property
     def trains_written_weights(self) -> bool:
@@ -88,7 +138,9 @@ class PipeSGD(SyncMethod):
         reading parameters outside of a forward pass. Does nothing without a prediction.
         """
         if not self.flushed:
-            self._prediction.use_predicted_weights()
+            self._saved = None
+            for pipe in self._pipes:
+                pipe.predicted.use()
 
     def restore_true_weights(self) -> None:
         """Swaps in the weights after the last update, which are the same on all ranks.
@@ -98,7 +150,7 @@ class PipeSGD(SyncMethod):
         Raises:
             RuntimeError: the predicted weights were written to, which would be lost.
         """
-        self._prediction.restore_true_weights()
+        self._restore()
 
     def begin_pass(self) -> None:
         self.use_predicted_weights()
@@ -109,7 +161,7 @@ class PipeSGD(SyncMethod):
     @contextmanager
     def true_weights(self) -> Iterator[None]:
         """Within it the parameters hold the true weights, to be read or written between a forward pass and the step."""
-        restored = self._prediction.restore_true_weights()
+        restored = self._restore()
         try:
             yield
         finally:
@@ -145,7 +197,7 @@ class PipeSGD(SyncMethod):
     def _compare_loaded(self) -> None:
         if self.config.pipeline_level == 2:  # ranks may have started different segments, or none
             [pipe] = self._pipes
-            if any(self.transport.exchange_flags(bool(pipe.buckets)).wait()):
+            if any(self.transport.exchange_flags(pipe.has_started).wait()):
                 pipe.send_all()
         self._queue.wait_all()
         super()._compare_loaded()
@@ -155,7 +207,7 @@ class PipeSGD(SyncMethod):
 
     def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` is this rank's part of the gradients that were submitted last."""
-        return [gradient for pipe in self._pipes for gradient in pipe.local_gradients(parameters)]
+        return [gradient for pipe in self._pipes for gradient in pipe.own_gradients(parameters)]
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step."""
@@ -183,12 +235,12 @@ class PipeSGD(SyncMethod):
             self.drain(before_update)
 
     def give_up(self, timeout_s: float = AFTER_ERROR_S) -> str:
-        self._prediction.restore_true_weights()
+        self._restore()
         return "those after the last update, which all ranks have, without the gradients in flight"
 
     def flush(self) -> None:
         """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""
-        self._used_at_flush += self._prediction.restore_true_weights()
+        self._used_at_flush += self._restore()
         self._compare_loaded()  # and waits: broadcasts and all-reduces have one order on all ranks
         self._compare_weights()
         self._broadcast_buffers()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.methods.gradients.backpipe import MISSING, OUTDATED, BackPipe, BackPipePolicy
+from lightning_pipesync.methods.gradients.backpipe import MISSING, OUTDATED, BackPipe
 from lightning_pipesync.methods.gradients.bucket import GradientBuckets
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.flags import check_flags, exchange_flags
@@ -19,7 +19,7 @@ from lightning_pipesync.methods.replicas.flags import check_flags, exchange_flag
 CLOSE_S = 1.0
 
 
-class SynchronousGradients(BackPipePolicy):
+class SynchronousGradients:
     """Averages the gradients of an optimizer in each step, as DDP does: buckets start under the backward pass.
 
     Before the first all-reduce of a pass the ranks exchange flags, so that a rank that does something else is named,
@@ -45,8 +45,14 @@ class SynchronousGradients(BackPipePolicy):
         ready_order = list(reversed(buckets))  # the last layers' gradients are ready first
         self._gradients = GradientBuckets(ready_order, self._row or transport)
         self._queue = CommQueue("pipesync-gradients", transport.device, transport.traffic)
-        self._starts_in_pass = starts_in_pass
-        self._backpipe = BackPipe(self._gradients, self._queue, self)
+        self._backpipe = BackPipe(
+            self._queue,
+            may_start=starts_in_pass or (lambda parameter: False),
+            before_first=lambda: self._exchange(0),
+            started=lambda index: self._gradients.buckets[index].note_gradients(),
+            were_written=self._were_written,
+        )
+        self._backpipe.buckets, self._backpipe.index_of = self._gradients.buckets, self._gradients.index_of
         if starts_in_pass is not None:
             self._backpipe.hook_gradients(tensor for bucket in ready_order for tensor in bucket)
 
@@ -82,16 +88,7 @@ class SynchronousGradients(BackPipePolicy):
         self._backpipe.remove_hooks()
         self._queue.close(CLOSE_S)
 
-    def may_start(self, parameter: Tensor) -> bool:
-        return self._starts_in_pass is not None and self._starts_in_pass(parameter)
-
-    def before_first(self) -> Queued[list[int]]:
-        return self._exchange(0)
-
-    def started(self, index: int) -> None:
-        self._gradients.buckets[index].note_gradients()
-
-    def were_written(self) -> bool:
+    def _were_written(self) -> bool:
         """Whether a further backward pass, or the user's loop before its step, has changed a gradient."""
         return any(bucket.written() is not None for bucket in self._gradients.buckets)
 

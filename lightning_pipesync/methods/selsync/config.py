@@ -41,7 +41,8 @@ class SelSyncConfig(ReplicaSettings):
     """With ``delta="auto"``: the target share of local steps (Eq. 4), in [0, 1)."""
 
     aggregation: Aggregation = "parameters"
-    """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
+    """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update,
+    which ``low_rank`` needs."""
 
     average: Average = "all_reduce"
     """How a synchronized step averages parameters. ``all_reduce``: each rank sums a share. ``server``: rank 0 is the
@@ -55,9 +56,6 @@ class SelSyncConfig(ReplicaSettings):
     modules gets ``none``."""
 
     wait_for_hooks: bool = True
-    """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
-    a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
-    weights: communication stays hidden under the next forward pass."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -92,15 +90,7 @@ class SelSyncConfig(ReplicaSettings):
     """Whether the error of a lossy codec, or of ``low_rank``, is added to the next values."""
 
     low_rank: int | None = None
-    """Rank r of the factors P and Q, with P Q^T near the gradient, that are averaged in place of the gradients of
-    weights with two dimensions or more, where both together have fewer values. None: gradients are averaged as they
-    are."""
-
     low_rank_method: LowRankMethod = "acp_sgd"
-    """With ``low_rank``: ``acp_sgd`` averages one factor in a step, P and Q in turns, in one all-reduce; ``power_sgd``
-    averages both, Q once P is known: about twice the bytes and the latency, and a better approximation. Both need
-    ``aggregation="gradients"``."""
-
     topology: Topology = "auto"
     torus_columns: int | None = None
 

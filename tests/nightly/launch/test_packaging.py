@@ -72,11 +72,10 @@ def test_every_import_is_declared(project: dict[str, Any]) -> None:
     of_twins = {twin: module for module, twins in TWINS.items() for twin in twins}
     of_twins["lightning_fabric"] = "lightning"
     of_twins["triton"] = "torch"  # which brings it where it is for CUDA
-    of_twins["PIL"] = "matplotlib"  # which requires it
     of_twins["safetensors"] = "accelerate"  # which requires it
     for path in [*(ROOT / "lightning_pipesync").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         extras = EXTRAS_OF.get(path.relative_to(ROOT).parts[1], ())
-        known = declared(project, *(("all", "torchft") if ROOT / "benchmarks" in path.parents else extras))
+        known = declared(project, *(("test", "torchft") if ROOT / "benchmarks" in path.parents else extras))
         for module in {name.partition(".")[0] for name in imports_of(path)}:
             if module not in {"lightning_pipesync", "benchmarks", "examples", *sys.stdlib_module_names}:
                 assert installs(known, of_twins.get(module, module)), f"{path.relative_to(ROOT)} imports {module}"

@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipesync.methods.dear import DeAR, early_gathers
+from lightning_pipesync.methods.dear import DeAR, buckets
 from tests.quick.methods.test_dear import (
     Schedule,
     every_bucket_at_once,
@@ -214,7 +214,7 @@ def train(
     model = build()
     sync = method(model, optimizer_of(model), **settings)
     try:
-        with patch.object(early_gathers, "choose_early_gathers", schedule) if schedule else nullcontext():
+        with patch.object(buckets, "choose_early_gathers", schedule) if schedule else nullcontext():
             loop(model, sync)
             sync.flush()
     except Exception:

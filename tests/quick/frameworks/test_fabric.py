@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.fabric import PipeSGDFabricStrategy
 from tests.support.case_table import Outcomes, launch_cases
@@ -88,6 +92,24 @@ def validate_and_save(folder: Path) -> dict[str, Any]:
     return {"own": before, "seen": seen}
 
 
+def drop(name: str) -> tuple[bool, int]:
+    """Whether a model is there after its Fabric and its optimizer were dropped, and how many threads more there are."""
+    before = threading.active_count()
+    fabric, module = Fabric(accelerator="cpu", devices=2, strategy=name), seeded_mlp()
+    fabric.launch()
+    model, optimizer = fabric.setup(module, SGD(module.parameters(), lr=0.1))
+    fabric.strategy.prepare_train_loader(DataLoader(torch.ones(4, 4), 2))  # type: ignore[attr-defined]
+    for i in range(2):
+        fabric.backward(loss(model, i, fabric.global_rank))
+        optimizer.step()
+    kept = weakref.ref(module)
+    fabric.strategy._job_watch.close()  # type: ignore[attr-defined]
+    del fabric, module, model, optimizer
+    for _ in range(2):  # the first one ends the method, which has hooks on the model until then
+        gc.collect()
+    return kept() is not None, threading.active_count() - before
+
+
 #: What is named, or said, where Fabric is used wrongly.
 WRONG = ("No model that was set up", "fused=False", "norm_type=inf", "'pipesync'", "was not set up", "called directly")
 
@@ -119,6 +141,7 @@ def trained(folder: Path) -> Outcomes:
     }
     cases |= {(train_a_part_later, name): partial(ended, train_a_part_later, name) for name in NAMES}
     cases |= {kind: partial(ended, do_it_wrong, kind) for kind in WRONG}
+    cases |= {(drop, name): partial(drop, name) for name in NAMES}
     return launch_cases({**cases, "validation": partial(ended, validate_and_save, folder)}, 2, init=False)
 
 
@@ -146,6 +169,12 @@ def test_validation(trained: Outcomes, folder: Path) -> None:
     assert not torch.equal(one["own"]["0.weight"], other["own"]["0.weight"])
     for file in ("within", "outside"):
         assert_same(torch.load(folder / file, weights_only=True)["model"], one["seen"][-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_is_dropped_is_not_kept(name: str, trained: Outcomes) -> None:
+    """Without ``teardown()``; and the threads of its method end."""
+    assert trained[drop, name] == [(False, 0)] * 2
 
 
 @pytest.mark.parametrize("kind", WRONG)

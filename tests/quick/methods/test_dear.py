@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.methods.dear import DeAR, early_gathers
+from lightning_pipesync.methods.dear import DeAR, buckets
 from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_refused, on_ranks, raised
@@ -116,7 +116,7 @@ def in_pieces(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGa
 
 def train_eagerly(schedule: Schedule, **settings: Any) -> tuple[dict[str, Tensor], float]:
     """Returns the weights, and the number of early all-gathers of a step."""
-    with patch.object(early_gathers, "choose_early_gathers", schedule):
+    with patch.object(buckets, "choose_early_gathers", schedule):
         run = Run(DeAR, "adamw", update="replicated", fusion="none", **settings)
         run.steps(range(STEPS))
         run.sync.flush()
@@ -178,7 +178,7 @@ def order_of_events() -> list[str]:
             sync.synchronize()
             events.clear()
             for i, layer in enumerate(model.executed):
-                bucket = sync._fused.buckets[sync._fused.index_of[id(layer.weight)]]
+                bucket = sync._fused.buckets[sync._backpipe.index_of[id(layer.weight)]]
                 assert {id(member.tensor) for member in bucket.members} == {id(p) for p in layer.parameters()}
                 names[bucket.gradients.flat.untyped_storage().data_ptr()] = i
                 names[bucket.values.flat.untyped_storage().data_ptr()] = i

@@ -61,7 +61,7 @@ def operations(buckets: Sequence[BucketTimes], forward: float, backward: float, 
     """Returns the step's operations, with when they start, and its duration."""
     step = simulate_step(buckets, forward, backward, early)
     letters = {"reduce_scatter": "r", "all_gather": "g"}
-    done = [f"{letters[one.kind]}{one.bucket} {one.start:g}" for one in step.operations]
+    done = [f"{letters[kind]}{bucket} {start:g}" for kind, bucket, start in step.operations]
     return ", ".join([*done, f"all {step.seconds:g}"])
 
 

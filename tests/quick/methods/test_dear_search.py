@@ -75,17 +75,12 @@ def test_buckets_change_and_nothing_else_does() -> None:
 
 @pytest.mark.parametrize("kind", ["random", "grid"])
 def test_searches_stay_in_their_ranges(kind: str) -> None:
-    """And one that is resumed tries what is left."""
-    whole, resumed = (SEARCHES[kind](Fusion(bucket_mb=25), 2, 64, 13) for _ in range(2))
-    while not whole.converged:
-        whole.register(Trial(whole.suggest(), 1.0))
-    assert len(whole.trials) == 13
-    sizes = [(trial.fusion.bucket_mb or 0, trial.fusion.edge_mb or 0) for trial in whole.trials[1:]]
+    search, trials = SEARCHES[kind](Fusion(bucket_mb=25), 2, 64, 13), [Trial(Fusion(bucket_mb=25), 1.0)]
+    while not search.converged(trials):
+        trials.append(Trial(search.suggest(trials), 1.0))
+    assert len(trials) == 13
+    sizes = [(trial.fusion.bucket_mb or 0, trial.fusion.edge_mb or 0) for trial in trials[1:]]
     assert len(set(sizes)) == 12
     assert all(2 <= size < 64.01 and size / 16.01 < edge <= size for size, edge in sizes)
     assert max(size for size, _ in sizes) > 32
     assert min(size for size, _ in sizes) < 8
-    resumed.trials = whole.trials[:7]
-    while not resumed.converged:
-        resumed.register(Trial(resumed.suggest(), 1.0))
-    assert resumed.trials == whole.trials

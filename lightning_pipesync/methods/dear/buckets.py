@@ -1,28 +1,40 @@
-"""A bucket of fused parameters, and its two halves of the all-reduce."""
+"""Buckets of fused parameters: the two halves of their all-reduce, and their re-fusion during training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Bucket, shard_numel, zeros_with_room
+from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets, shard_numel, zeros_with_room
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.link import measure_link
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.dtensors import LocalShard
 from lightning_pipesync.core.guarded_states import at_hand, send_away
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers, choose_early_gathers
+from lightning_pipesync.methods.gradients.backpipe import BackPipe
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece, slices_in_shard
-from lightning_pipesync.methods.gradients.feedpipe import UnwrittenWeights
-from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
+from lightning_pipesync.methods.gradients.bucket_update import (
+    BucketUpdate,
+    Piece,
+    gather_states,
+    slices_in_shard,
+    whole_state,
+)
+from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe, UnwrittenWeights
+from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket, low_rank_gradients
+
+V = TypeVar("V")
 
 #: Where the states of optimizers are, see :func:`send_away`.
 IN_BUCKETS = "DeAR's buckets have"
@@ -255,3 +267,183 @@ class FusedBucket(GradientBucket):
                 torch.sub(self._updated, self._shard, out=self._dropped)
                 self._dropped.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # so that it does not affect later steps
             self.values.zero_gaps()
+
+
+class FusedBuckets:
+    """The parameters, fused into buckets, in the order of their gradients; none before the first :meth:`fuse`."""
+
+    def __init__(
+        self,
+        order: ExecutionOrder,
+        optimizers: Sequence[Optimizer],
+        config: DeARConfig,
+        transport: Transport,
+        backpipe: BackPipe,
+        feedpipe: FeedPipe[FusedBucket],
+    ) -> None:
+        self._order, self._optimizers, self._config = order, optimizers, config
+        self._transport, self._backpipe, self._feedpipe = transport, backpipe, feedpipe
+        self._parameters: Sequence[NamedParameter] = ()
+        self._low_rank: LowRankGradients | None = None
+        self._ready: Sequence[NamedParameter] = ()  # in the order of their gradients
+        self._needed: Sequence[NamedParameter] = ()  # in the order of the forward pass
+        self.buckets: list[FusedBucket] = []
+        self._gathers_early = config.gathers_early and transport.world_size > 1
+        self._early: EarlyGathers | None = None  # of these buckets; None until there are times to choose them by
+        self._link: LinkCost | None = None  # measured once
+
+    def of_optimizer(self, index: int) -> list[FusedBucket]:
+        """Returns the buckets of an optimizer, in the order of their all-gathers."""
+        return [bucket for bucket in self._feedpipe.buckets if bucket.group[0] == index]
+
+    def reset(self, parameters: Sequence[NamedParameter]) -> None:
+        """Releases the buckets; the next :meth:`fuse` makes buckets of ``parameters``, and measures new ones' times."""
+        self.release()
+        ids, known = ({id(parameter.tensor) for parameter in those} for those in (parameters, self._parameters))
+        if self._gathers_early and ids != known:
+            self._order.times.begin()
+        self._parameters = parameters
+        self._low_rank = low_rank_gradients(parameters, self._config)
+
+    def fuse(self, fusion: Fusion) -> None:
+        """Fuses the parameters in the order that rank 0 has observed; a collective call."""
+        index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
+        observed = [[index_of[k] for k in keys if k in index_of] for keys in (self._order.ready, self._order.needed)]
+        ready, needed = self._transport.broadcast_object(observed)
+        everything = range(len(self._parameters))
+        ready += sorted(set(everything).difference(ready), reverse=True)  # those not observed come last
+        needed += sorted(set(everything).difference(needed))
+        self._ready = [self._parameters[index] for index in ready]
+        self._needed = [self._parameters[index] for index in needed]
+        self._set_buckets(plan_buckets(self._ready, fusion))
+
+    def names(self, fusion: Fusion | None = None) -> tuple[tuple[str, ...], ...]:
+        """Returns the names of the parameters in each bucket, of those with another fusion or of these."""
+        layout = [bucket.members for bucket in self.buckets] if fusion is None else plan_buckets(self._ready, fusion)
+        return tuple(tuple(member.name for member in members) for members in layout)
+
+    def differs_from(self, fusion: Fusion) -> bool:
+        return self.names(fusion) != self.names()
+
+    def change_fusion(self, fusion: Fusion) -> None:
+        """Makes other buckets of the parameters, whose optimizer states are at hand, with nothing in flight."""
+        self.release()
+        self._transport.release_memory()
+        self._set_buckets(plan_buckets(self._ready, fusion))
+
+    def optimizer_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
+        """Returns the state that an optimizer would have without DeAR; a collective call."""
+        buckets = self.of_optimizer(index)
+        slices = [_joined(b.updated_slices(rank) for b in buckets) for rank in range(self._transport.world_size)]
+        states = gather_states(_joined(bucket.update.states() for bucket in buckets), slices, self._transport)
+        return {
+            member.tensor: {kind: whole_state(value, member.tensor) for kind, value in states[member.name].items()}
+            for bucket in buckets
+            for member in bucket.members
+            if member.name in states
+        }
+
+    def drop_residuals(self, index: int | None = None) -> None:
+        """Forgets what was not sent of an optimizer's gradients; None: of all, and of the movement of the weights."""
+        for bucket in self.buckets if index is None else self.of_optimizer(index):
+            bucket.drop_residuals()
+            if index is None:
+                bucket.drop_movement()
+
+    @property
+    def planned(self) -> bool:
+        """Whether the all-gathers that start under backward are chosen for these buckets, or there are none."""
+        return not self._gathers_early or self._early is not None
+
+    @property
+    def num_early(self) -> int:
+        """Number of all-gathers that start under backward."""
+        return 0 if self._early is None else sum(map(len, self._early.after))
+
+    def plan_early_gathers(self) -> bool:
+        """Chooses the all-gathers that start under the next backward passes, if that is due: the same on all ranks.
+
+        Returns whether it was; then it is a collective call, with nothing in flight.
+        """
+        if not self.buckets or self.planned or self._order.times.measuring:
+            return False
+        if self._link is None:
+            self._link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self.buckets])
+        chosen = None
+        if self._transport.rank == 0:
+            chosen = choose_early_gathers(self._bucket_times(self._link), divisible=self._transport.gathers_parts)
+        self._early = self._transport.broadcast_object(chosen)
+        return True
+
+    def gather_early_after(self, index: int, queue: CommQueue) -> None:
+        """Queues the all-gathers that follow the reduce-scatter of the bucket ``index``."""
+        if self._early is not None:
+            for other in self._early.after[index]:
+                self.buckets[other].gather_early(queue, self._early.pieces[other])
+
+    def _bucket_times(self, link: LinkCost) -> list[BucketTimes]:
+        """Returns the times of the buckets, since the first gradient of backward.
+
+        A parameter that was not seen counts as ready at the end of backward, and as needed at the beginning of forward.
+        """
+        ready, needed = self._order.times.ready, self._order.times.needed
+        end, world_size = max(ready.values(), default=0.0), self._transport.world_size
+        return [
+            BucketTimes(
+                ready=max(ready.get(id(member.tensor), end) for member in bucket.members),
+                needed=min(needed.get(id(member.tensor), 0.0) for member in bucket.members),
+                reduce_scatter=link.reduce_scatter(bucket.gradients.flat.nbytes, world_size),
+                all_gather=link.all_gather(bucket.gradients.flat.nbytes, world_size),
+                latency=link.all_gather(0, world_size),
+            )
+            for bucket in self.buckets
+        ]
+
+    def find_present(self) -> None:
+        """Finds the parameters that have a gradient on some rank; the others are not updated, as in DDP."""
+        flags = [present for bucket in self.buckets for present in bucket.present]
+        somewhere = iter(self._transport.union(flags).wait())
+        for bucket in self.buckets:
+            bucket.present = [next(somewhere) for _ in bucket.present]
+
+    def release(self) -> None:
+        """Releases the buckets, and moves all parameters out of them."""
+        for bucket in self.buckets:
+            bucket.release()
+        self._set_buckets([])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the parameters of each bucket, the observed orders, and this rank's state of each bucket."""
+        return {
+            "ready": [parameter.name for parameter in self._ready],
+            "needed": [parameter.name for parameter in self._needed],
+            "plan": [list(names) for names in self.names()],
+            "buckets": [bucket.state_dict() for bucket in self.buckets],
+            **({} if self._low_rank is None else {"low_rank": self._low_rank.state_dict()}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned; of other parameters, the next step makes buckets anew."""
+        self.reset(self._parameters)
+        by_name = {parameter.name: parameter for parameter in self._parameters}
+        if set(state["ready"]) != by_name.keys():
+            return
+        self._ready, self._needed = ([by_name[name] for name in state[order]] for order in ("ready", "needed"))
+        self._set_buckets([[by_name[name] for name in names] for names in state["plan"]])
+        for bucket, saved in zip(self.buckets, state["buckets"], strict=True):
+            bucket.load_state_dict(saved)
+        if self._low_rank is not None:
+            self._low_rank.load_state_dict(state["low_rank"])
+
+    def _set_buckets(self, layout: Sequence[Sequence[NamedParameter]]) -> None:
+        self.buckets = [
+            FusedBucket(members, self._optimizers, self._config, self._transport, number, self._low_rank)
+            for number, members in enumerate(layout)
+        ]
+        self._early, self._backpipe.buckets = None, self.buckets
+        self._backpipe.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}
+        self._feedpipe.set_buckets(self.buckets, [parameter.tensor for parameter in self._needed])
+
+
+def _joined(mappings: Iterable[Mapping[str, V]]) -> dict[str, V]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
