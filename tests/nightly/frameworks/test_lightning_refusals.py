@@ -111,7 +111,7 @@ REFUSED = {
     # Averages of weights.
     "rank 0 has EMAWeightAveraging, rank 1 has none": Refused({"name": "dear"}, callback=ema_on_rank_0),
     "StochasticWeightAveraging ... 'pipe_sgd'": Refused({"name": "pipe_sgd"}, Normalized, callback=swa),
-    "StochasticWeightAveraging ... parameter_server": Refused({**SERVERS, "policy": "sync"}, Normalized, callback=swa),
+    "StochasticWeightAveraging ... 'parameter_server'": Refused(SERVERS, Normalized, callback=swa),
     # Pipelines.
     "module=": Refused(EA_PIPE, TwoSequences),
     "has none": Refused(EA_PIPE, NoSequence),
