@@ -145,8 +145,8 @@ class Lighthouse:
                 answer = self._answer(told, deadline)
             except TimeoutError:  # the others have not asked yet
                 continue
-            except RuntimeError:  # the lighthouse has ended, and may be started anew
-                self._client = self._connect()
+            except RuntimeError:  # the lighthouse has ended, and may be started anew; or it cannot be reached
+                self._client = self._connect(since=self._beaten)
                 self._answers_since = time.monotonic()
                 continue
             if answer is None:
@@ -186,7 +186,12 @@ class Lighthouse:
         return {**self._described, "standing": asdict(standing)}
 
     def _answer(self, told: dict[str, Any], deadline: float) -> Any:
-        """Asks on another thread: the call is not interrupted by Ctrl-C. Returns None after the deadline."""
+        """Asks on another thread: the call is not interrupted by Ctrl-C. Returns None after the deadline.
+
+        Raises:
+            RuntimeError: the connection has ended; or no sign of life has reached the lighthouse for the timeout, as
+                where the link to it is cut, which no connection tells.
+        """
         answer: Future[Any] = Future()
 
         def ask() -> None:
@@ -200,6 +205,8 @@ class Lighthouse:
             self.go_on()
             if time.monotonic() > deadline:
                 return None
+            if self._answers_since == math.inf and time.monotonic() - self._beaten > self._timeout_s:
+                raise RuntimeError("no sign of life has reached the lighthouse")
         return answer.result()
 
     def _wait_until_all_beat(self, deadline: float) -> None:
@@ -211,9 +218,9 @@ class Lighthouse:
                 self._connect()
             time.sleep(INTERVAL_S / 5)
 
-    def _connect(self) -> Any:
-        """Returns a client of the lighthouse, as soon as it answers."""
-        deadline = time.monotonic() + self._timeout_s
+    def _connect(self, since: float = math.inf) -> Any:
+        """Returns a client of the lighthouse, as soon as it answers; ``since``: when it did so last, if it has."""
+        deadline = min(since, time.monotonic()) + self._timeout_s
         while True:
             try:
                 return self._make()

@@ -8,7 +8,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,22 +170,6 @@ def test_the_force_is_never_too_large_for_those_who_have_come(tmp_path: Path) ->
         assert any("elastic_force=0.8" in each and "2 replicas" in each and "set 0.5" in each for each in said), said
         assert all(1.0 <= center <= 2.0 for center in centers[-4:]), centers
     assert outcomes[0][1][-1] == pytest.approx(4 / 3, abs=0.05)
-
-
-def test_nobody_is_within_a_lighthouses_client_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that returns while the interpreter stops aborts the process."""
-    begun = threading.Event()
-
-    def beat(*_: object) -> None:
-        begun.set()
-        time.sleep(0.3)
-
-    coordination = pytest.importorskip("torchft.coordination")
-    monkeypatch.setattr(coordination, "LighthouseClient", lambda *_: SimpleNamespace(heartbeat=beat))
-    replica = Lighthouse(THERE, [], TIMEOUT_S)
-    begun.wait(TIMEOUT_S)
-    replica.close()
-    assert "pipesync-lighthouse" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_lighthouse_that_was_started_again_does_not_divide_replicas() -> None:
