@@ -17,7 +17,7 @@ from torch.optim import Adagrad, Optimizer
 from lightning_pipesync import ParameterServer
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.servers import ParameterServerConfig
-from lightning_pipesync.methods.servers.messages import Push, Update
+from lightning_pipesync.methods.servers.messages import Push, Request, Update
 from lightning_pipesync.methods.servers.router import MessageRouter
 from tests.references.parameter_server import replay, replay_diloco, replay_downpour, replay_easgd, replay_shards
 from tests.support.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
@@ -59,20 +59,28 @@ class ServedRun(Run):
 
 
 class Hold:
-    """Makes two servers use the first pushes of two learners in different orders, whichever comes first."""
+    """Makes two servers use the first pushes of two learners in different orders, whichever comes first.
+
+    What the last one pushes and requests from its first push on is kept meanwhile; no thread waits, as one may have to
+    deliver decisions, by which the other learner gets the weights before its first push.
+    """
 
     def __init__(self, rank: int, learners: tuple[int, int]) -> None:
         self._deliver = MessageRouter._deliver
         self._last, self._first = learners if rank == 1 else learners[::-1]
-        self._came, self._holds = threading.Event(), rank < 2
+        self._holds, self._held, self._lock = rank < 2, list[Any](), threading.RLock()
 
     def deliver(self, router: MessageRouter, rank: int, message: Any) -> None:
-        is_push = self._holds and isinstance(message, Push)
-        if is_push and rank == self._last:
-            assert self._came.wait(60)
-        self._deliver(router, rank, message)
-        if is_push and rank == self._first:
-            self._came.set()
+        is_push = isinstance(message, Push)
+        with self._lock:
+            if self._holds and rank == self._last and (is_push or (self._held and isinstance(message, Request))):
+                self._held.append(message)
+                return
+            self._deliver(router, rank, message)
+            if self._holds and is_push and rank == self._first:
+                self._holds = False
+                for held in self._held:
+                    self._deliver(router, self._last, held)
 
     def __enter__(self) -> None:
         MessageRouter._deliver = lambda *given: self.deliver(*given)  # type: ignore[method-assign]
