@@ -109,8 +109,9 @@ class Mail:
         self._deliver, self._lose, self._end = deliver, lose, end
         self._own = Worker("pipesync-mail-own", device=self._device)
         self._heard = dict.fromkeys(self._peers, time.monotonic())
+        # All of them first: what is delivered may be answered to any rank.
+        self._outboxes |= {peer: Worker(f"pipesync-to-{peer}", device=self._device) for peer in self._peers}
         for peer in self._peers:
-            self._outboxes[peer] = Worker(f"pipesync-to-{peer}", device=self._device)
             receive = partial(self._receive, peer)
             self._inboxes[peer] = threading.Thread(target=receive, name=f"pipesync-from-{peer}", daemon=True)
             self._inboxes[peer].start()

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_pipesync.core.comm.handle import Worker
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.transport import Transport
 from tests.support.case_table import launch_cases
@@ -70,6 +71,30 @@ def everyone_to_everyone() -> dict[int, list[Any]]:
     return received
 
 
+def answered_at_once() -> Any:
+    """Rank 0 tells all others what it gets, as a server does, while its mail is still starting."""
+    transport, got = Transport(timeout_s=60), queue.SimpleQueue[Any]()
+    mail, rank = transport.mail(), transport.rank
+
+    def deliver(_: int, message: Any) -> None:
+        for peer in range(1, transport.world_size) if rank == 0 else ():
+            mail.send(peer, message)
+        got.put(message)
+
+    def start_slowly(*args: Any, **kwargs: Any) -> Worker:
+        time.sleep(0.3)
+        return Worker(*args, **kwargs)
+
+    with patch("lightning_pipesync.core.comm.mail.Worker", start_slowly if rank == 0 else Worker):
+        mail.start(deliver, lambda *_: None, lambda _: None)
+        if rank == 1:
+            mail.send(0, "hello")
+    found = got.get(timeout=60)
+    mail.close(60.0)
+    transport.close()
+    return found
+
+
 def idle(timeout_s: float) -> list[Any]:
     """Returns what arrives after a silence, and how many were lost."""
     recorder = Recorder(timeout_s)
@@ -112,6 +137,10 @@ def ask_one_that_has_closed() -> list[Any]:
 def test_messages_arrive_in_order() -> None:
     for received in on_ranks(everyone_to_everyone, 3):
         assert received == {peer: [(number, [float(peer)], 0) for number in range(3)] for peer in range(3)}
+
+
+def test_a_message_may_be_answered_while_the_mail_starts() -> None:
+    assert on_ranks(answered_at_once, 3) == ["hello"] * 3
 
 
 def test_silence_is_no_loss_and_an_end_comes_after_all_messages_and_answers() -> None:
