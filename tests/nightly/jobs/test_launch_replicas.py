@@ -143,6 +143,7 @@ def test_a_module_is_run_as_python_does(
 ) -> None:
     script("print(sys.argv[1:])")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])  # the command adds the folder
     assert launch("--replicas", 1, "--lighthouse", "[::1]:29510", "-m", "train", "a") == 0
     said = capfd.readouterr()
     assert said.out == "[replica 0] ['a']\n"

@@ -351,7 +351,8 @@ def test_a_typo_in_the_model_is_told_before_anything_starts(
     (tmp_path / "train.py").write_text("def for_plan(): ...")
     (tmp_path / "train_needs.py").write_text("import trains")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
     monkeypatch.setattr(benchmark, "run_on", lambda *_: pytest.fail("it started ranks"))
     assert main(["plan", "--model", model]) == 2
     assert said in capsys.readouterr().err
