@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from lightning_pipesync.methods.gradients.bucket_update import (
     Piece,
     gather_states,
     slices_in_shard,
-    whole_state,
+    whole_states,
 )
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe, UnwrittenWeights
 from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket, low_rank_gradients
@@ -336,12 +337,7 @@ class FusedBuckets:
         buckets = self.of_optimizer(index)
         slices = [_joined(b.updated_slices(rank) for b in buckets) for rank in range(self._transport.world_size)]
         states = gather_states(_joined(bucket.update.states() for bucket in buckets), slices, self._transport)
-        return {
-            member.tensor: {kind: whole_state(value, member.tensor) for kind, value in states[member.name].items()}
-            for bucket in buckets
-            for member in bucket.members
-            if member.name in states
-        }
+        return whole_states(states, chain.from_iterable(bucket.members for bucket in buckets))
 
     def drop_residuals(self, index: int | None = None) -> None:
         """Forgets what was not sent of an optimizer's gradients; None: of all, and of the movement of the weights."""

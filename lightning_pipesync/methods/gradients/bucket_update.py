@@ -8,7 +8,7 @@ while all gradients are there and all parameters have had as many steps, and on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import flattened, shaped
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.guarded_states import at_hand
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_copy_, twin_optimizer
 
 
@@ -280,7 +281,18 @@ def gather_states(
     return result
 
 
-def whole_state(value: Any, parameter: Tensor) -> Any:
+def whole_states(
+    states: Mapping[str, Mapping[str, Any]], members: Iterable[NamedParameter]
+) -> dict[Tensor, dict[str, Any]]:
+    """Returns copies of states of whole parameters, by name, as an optimizer has them, of those of ``members``."""
+    return {
+        member.tensor: {kind: _whole(value, member.tensor) for kind, value in states[member.name].items()}
+        for member in members
+        if member.name in states
+    }
+
+
+def _whole(value: Any, parameter: Tensor) -> Any:
     """Returns a copy of a value of a parameter's state; in its shape and format if it is flat, with as many values."""
     if not isinstance(value, Tensor):
         return value
@@ -304,7 +316,9 @@ def _gather(
     others = [rank for rank in range(transport.world_size) if rank != transport.rank]
     received = {peer: torch.cat(views) for peer, views in zip(others, parts, strict=True) if views}
     handles = [transport.recv(buffer, peer) for peer, buffer in received.items()]
-    handles += [transport.send(sent, peer) for sent in ([torch.cat(own)] if own else []) for peer in others]
+    if own:
+        sent = torch.cat(own)
+        handles += [transport.send(sent, peer) for peer in others]
     for handle in handles:
         handle.wait()
     for peer, views in zip(others, parts, strict=True):

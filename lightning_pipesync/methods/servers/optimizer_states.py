@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.guarded_states import at_hand, bring_back, send_away
 from lightning_pipesync.core.torch_private import map_tensors
-from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_state
+from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_states
 from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 
 
@@ -99,12 +100,7 @@ class ServedOptimizers:
             states = gather_states(self._part(index), [*places, *nothing], self._transport)
         else:
             states = _joined(self._ask_servers(index))
-        return {
-            member.tensor: {kind: whole_state(value, member.tensor) for kind, value in states[member.name].items()}
-            for bucket in buckets
-            for member in bucket.members
-            if member.name in states
-        }
+        return whole_states(states, chain.from_iterable(bucket.members for bucket in buckets))
 
     def _part(self, index: int) -> dict[str, dict[str, Any]]:
         """Returns this server's part of an optimizer's state, by parameter name."""
