@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync.methods.dear import DeAR, buckets
-from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers
+from lightning_pipesync.methods.dear.schedule import BucketTimes, EarlyGathers
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_refused, on_ranks, raised
 from tests.support.lost_ranks import wait_for
