@@ -56,11 +56,11 @@ class DeARConfig(Settings):
     wait_for_hooks: bool = True
 
     fusion: FusionMethod | None = None
-    """Tensor fusion (Section IV). None: the fastest of up to three sizes for which a simulation of the step, from what
-    the first steps and the network have taken, is shortest; ``buffer`` if ``bucket_mb`` is set, and with several
-    optimizers. ``buffer``: buckets up to ``bucket_mb`` (DeAR-FB); ``bo``: up to a size that Bayesian optimization finds
-    during training (DeAR-BO); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL); ``none``: a bucket for every
-    tensor. ``random`` and ``grid`` search in other ways."""
+    """Tensor fusion (Section IV). None: the fastest of up to three sizes, in some 25 steps; for these a simulation of
+    the step, from what the first steps and the network have taken, is shortest. It is ``buffer`` if ``bucket_mb`` is
+    set, and with several optimizers. ``buffer``: buckets up to ``bucket_mb`` (DeAR-FB); ``bo``: up to a size that
+    Bayesian optimization finds during training (DeAR-BO); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
+    ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways."""
 
     bucket_mb: MiB | None = None
     """Maximum bucket size in MiB; in a search, that of the first trial. None: 25."""
@@ -74,7 +74,7 @@ class DeARConfig(Settings):
     paper; of a model of less than 40 MiB from a fortieth."""
 
     trial_steps: int = 10
-    """Steps of a trial of a size; fewer with a size that is clearly worse."""
+    """Steps of a trial of the search; fewer with a size that is clearly worse."""
 
     max_trials: int = 20
     """Maximum number of trials of a search, which ends earlier if it has converged."""
@@ -147,7 +147,7 @@ class DeARConfig(Settings):
             ignored["bucket_mb"] = f"on what is fused {chosen}: set fusion='buffer'"
             ignored["edge_mb"] = f"{chosen}: set fusion='buffer'"
         if self.fusion in (None, "buffer", "layers", "none"):
-            for name in ("search_mb", "max_trials", *["trial_steps"] * (not self.chooses_fusion)):
+            for name in ("search_mb", "trial_steps", "max_trials"):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
         if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):
             ignored["overlap"] = "with update='sharded' or compression, which gather nothing under backward"

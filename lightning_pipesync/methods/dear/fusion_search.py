@@ -176,6 +176,9 @@ def _fusion(size: float, halvings: float) -> Fusion:
 #: A trial ends after so few steps if they are longer than those of the best one by this factor.
 FEW_STEPS, CLEARLY_WORSE = 3, 1.1
 
+#: Steps of a trial where a few sizes are compared.
+COMPARED_STEPS = 5
+
 log = logging.getLogger(__name__)
 
 
@@ -302,7 +305,7 @@ class FusionTuner:
             return False
         best = fastest(self.trials).seconds if self.trials else math.inf
         clearly_worse = self._median() > CLEARLY_WORSE * best
-        return clearly_worse or num_steps >= self._config.trial_steps
+        return clearly_worse or num_steps >= (COMPARED_STEPS if self._compares else self._config.trial_steps)
 
     def _decide(self, search: FusionSearch, trials: list[Trial]) -> tuple[list[Trial], Fusion, bool]:
         """Returns all trials so far, the next fusion, and whether that is final."""

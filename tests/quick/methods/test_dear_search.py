@@ -83,7 +83,7 @@ def train_with_simulated_sizes(settings: dict[str, Any]) -> dict[str, Any]:
     """Trains with sizes that a simulation on rank 0 has found; resumes in the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MeasuredStep, "candidates", lambda step: SIZES if torch.distributed.get_rank() == 0 else [])
-        run = Run(DeAR, "adamw", backwards(), trial_steps=4, **settings)
+        run = Run(DeAR, "adamw", backwards(), **settings)
         fusions, tuned = [], []
         for number in range(STEPS):
             fusions.append(run.sync.fusion)
