@@ -18,7 +18,7 @@ class DeARFabricStrategy(PipeSyncFabricStrategyMixin, DDPStrategy):
         update: Literal["sharded", "replicated"] | None = ...,
         elementwise: tuple[type[Optimizer], ...] = ...,
         overlap: Literal["eager", "forward", "none"] = ...,
-        fusion: Literal["bo", "random", "grid", "buffer", "layers", "none"] | None = ...,
+        fusion: Literal["auto", "bo", "random", "grid", "buffer", "layers", "none"] = ...,
         bucket_mb: float | None = ...,
         edge_mb: float | None = ...,
         search_mb: tuple[float, float] | None = ...,

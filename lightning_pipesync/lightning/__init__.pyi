@@ -27,7 +27,7 @@ class DeARStrategy(SyncStrategyMixin, _Strategy):
         elementwise: tuple[type[Optimizer], ...] = ...,
         overlap: Literal["eager", "forward", "none"] = ...,
         wait_for_hooks: bool = ...,
-        fusion: Literal["bo", "random", "grid", "buffer", "layers", "none"] | None = ...,
+        fusion: Literal["auto", "bo", "random", "grid", "buffer", "layers", "none"] = ...,
         bucket_mb: float | None = ...,
         edge_mb: float | None = ...,
         search_mb: tuple[float, float] | None = ...,

@@ -44,7 +44,7 @@ class DeARCandidate(BenchCandidate):
         while not (sync.tuned and sync.planned):
             step()
             steps += 1
-        if self.config.fusion not in (None, *SEARCHES):
+        if self.config.fusion not in ("auto", *SEARCHES):
             return None
         took, fusion = time.perf_counter() - started, sync.fusion
         tried = len({trial.seconds for trial in sync.trials})  # equal buckets are measured once

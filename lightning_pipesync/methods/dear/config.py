@@ -17,7 +17,7 @@ from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topolog
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
-FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
+FusionMethod = Literal["auto", "bo", "random", "grid", "buffer", "layers", "none"]
 
 #: Maximum bucket size in MiB where nothing else is set: DDP's.
 BUCKET_MB = 25.0
@@ -55,9 +55,9 @@ class DeARConfig(Settings):
 
     wait_for_hooks: bool = True
 
-    fusion: FusionMethod | None = None
-    """Tensor fusion (Section IV). None: the fastest of up to three sizes, in some 25 steps; for these a simulation of
-    the step, from what the first steps and the network have taken, is shortest. It is ``buffer`` if ``bucket_mb`` is
+    fusion: FusionMethod = "auto"
+    """Tensor fusion (Section IV). ``auto``: the fastest of up to three sizes, in some 25 steps; for these a simulation
+    of the step, from what the first steps and the network have taken, is shortest. It is ``buffer`` if ``bucket_mb`` is
     set, and with several optimizers. ``buffer``: buckets up to ``bucket_mb`` (DeAR-FB); ``bo``: up to a size that
     Bayesian optimization finds during training (DeAR-BO); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
     ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways."""
@@ -120,7 +120,7 @@ class DeARConfig(Settings):
     @property
     def chooses_fusion(self) -> bool:
         """Whether a simulation chooses the sizes of buckets."""
-        return self.fusion is None and self.bucket_mb is None and self.edge_mb is None
+        return self.fusion == "auto" and self.bucket_mb is None and self.edge_mb is None
 
     @property
     def usual_update(self) -> Update:
@@ -146,7 +146,7 @@ class DeARConfig(Settings):
         if self.fusion in ("layers", "none"):
             ignored["bucket_mb"] = f"on what is fused {chosen}: set fusion='buffer'"
             ignored["edge_mb"] = f"{chosen}: set fusion='buffer'"
-        if self.fusion in (None, "buffer", "layers", "none"):
+        if self.fusion in ("auto", "buffer", "layers", "none"):
             for name in ("search_mb", "trial_steps", "max_trials"):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
         if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):

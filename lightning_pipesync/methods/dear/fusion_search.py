@@ -212,7 +212,7 @@ class FusionTuner:
         by default 1 MiB, or if rank 0 lacks the package for it, which is logged.
         """
         sizes = [sum(map(num_bytes, kind)) for kind in of_one_kind(parameters)]
-        search = SEARCHES.get(str(self._config.fusion))
+        search = SEARCHES.get(self._config.fusion)
         if (search is None and not self._config.chooses_fusion) or sizes == self._sizes:
             return
         self._sizes, self.fusion, self.trials = sizes, self._config.first_fusion(), []
