@@ -1,6 +1,6 @@
 """What the papers measure against: other ways to overlap exact synchronous SGD, over this package's collectives.
 
-Importing it adds them, and further networks of DeAR's Table I, to what `bench step` compares.
+Importing it adds them, and further networks, to what `bench step` compares.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks.baselines.byte_scheduler import ByteScheduler
 from benchmarks.baselines.grouped import AllGatherOnly, GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
 from benchmarks.baselines.horovod import Horovod, TunedHorovod
-from benchmarks.baselines.networks import densenet201, inceptionv4
+from benchmarks.baselines.networks import densenet201, gpt2, inceptionv4
 from benchmarks.baselines.power_sgd import DDPWithPowerSGD, PowerSGDConfig
 from benchmarks.baselines.servers import ParameterServerBaseline
 from lightning_pipesync.lab.bench.candidates import ALTERNATIVES, MakeCandidate
@@ -47,4 +47,4 @@ BASELINES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "ddp_powersgd": lambda sizes: [partial(power_sgd, bucket_mb=sizes[0])],
 }
 ALTERNATIVES |= BASELINES
-TABLES |= {"densenet201": densenet201, "inceptionv4": inceptionv4}
+TABLES |= {"densenet201": densenet201, "inceptionv4": inceptionv4, "gpt2": gpt2}

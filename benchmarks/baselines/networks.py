@@ -1,4 +1,4 @@
-"""Tables of further networks in DeAR Table I, in the order of timm."""
+"""Tables of further networks: those of DeAR Table I in the order of timm, and GPT-2 in that of transformers."""
 
 from __future__ import annotations
 
@@ -78,4 +78,26 @@ def inceptionv4() -> ModelTable:
                 following = outputs
     table.block = "last_linear"
     table.linear("", 1536, _NUM_CLASSES)
+    return table
+
+
+def gpt2() -> ModelTable:
+    """Returns GPT-2 small (75 layers, 148 tensors, 124.4 million values), on sequences of 1,024 tokens.
+
+    The output matrix is the token embedding, tied, and counted once; its work is that of the last norm, before it.
+    """
+    table, hidden, tokens, vocabulary = ModelTable("gpt2"), 768, 1024, 50257
+    table.block = "transformer.embeddings"
+    table.embedding("wte", vocabulary, hidden, tokens)
+    table.embedding("wpe", tokens, hidden, tokens)
+    for index in range(12):
+        table.block = f"transformer.h.{index}"
+        table.norm("ln_1", hidden, tokens)
+        table.linear("attn.c_attn", hidden, 3 * hidden, tokens)
+        table.linear("attn.c_proj", hidden, hidden, tokens)
+        table.norm("ln_2", hidden, tokens)
+        table.linear("mlp.c_fc", hidden, 4 * hidden, tokens)
+        table.linear("mlp.c_proj", 4 * hidden, hidden, tokens)
+    table.block = "transformer.ln_f"
+    table.add("", 2 * (vocabulary + 1) * hidden * tokens, weight=(hidden,), bias=(hidden,))
     return table
