@@ -22,6 +22,11 @@ times. So the reduce carries values as they are. The roots encode the sums, once
 A half travels in pieces: while one is summed, or passed on, the next one arrives, so that the time of a large buffer
 does not grow with the depth of the tree. A piece advances while its receiver waits for it: all ranks must wait for
 their operations in the same order, see hops.py.
+
+[Note: leaves last]
+In a broadcast a rank first passes on the pieces of the tree in which it is an inner node. Those of the other tree have
+passed all levels before they arrive: they come into the buffer meanwhile, and are waited for last. If both took turns,
+each piece would pass all levels of one tree before the next piece leaves the root of the other.
 """
 
 from __future__ import annotations
@@ -135,18 +140,30 @@ class TreeExchange(GlooExchange):
         return reduce
 
     def _gather_slices(self, tag: int, slices: list[Tensor]) -> Exchange:
-        return self._both(tag, [slices[tree.root] for tree in self._topology.trees], self._broadcast)
+        halves = [slices[tree.root] for tree in self._topology.trees]
+        return self._both(tag, halves, self._broadcast, leaves_last=True)
 
-    def _both(self, tag: int, halves: Sequence[Tensor], half_of: Callable[[Messages, Tree, Tensor], Half]) -> Exchange:
-        """Starts both trees' parts of an operation, whose pieces take turns: on all ranks in the same order."""
+    def _both(
+        self,
+        tag: int,
+        halves: Sequence[Tensor],
+        half_of: Callable[[Messages, Tree, Tensor], Half],
+        leaves_last: bool = False,
+    ) -> Exchange:
+        """Starts both trees' parts of an operation, whose pieces take turns: on all ranks in the same order.
+
+        ``leaves_last``: but for those that are not passed on, see [Note: leaves last]; all receives are posted at once.
+        """
         parts = [
             half_of(self._messages.tagged(tag + index), tree, half)
             for index, (half, tree) in enumerate(zip(halves, self._topology.trees, strict=True))
         ]
         in_turns = list(zip_longest(*(hops for hops, _ in parts), fillvalue=()))
-        hops, window = ([hop for each in turns for hop in chain(*each)] for turns in (in_turns, in_turns[:WINDOW]))
+        hops, ahead = ([hop for each in turns for hop in chain(*each)] for turns in (in_turns, in_turns[:WINDOW]))
+        if leaves_last:
+            ahead = hops = sorted(hops, key=lambda hop: not hop.targets)
         complete = dict.fromkeys(range(self._world_size), len(hops))
-        return Exchange(hops, len(window), complete, self._pool, [send for _, sends in parts for send in sends])
+        return Exchange(hops, len(ahead), complete, self._pool, [send for _, sends in parts for send in sends])
 
     def _reduce(self, messages: Messages, tree: Tree, values: Tensor) -> Half:
         """Adds the sums of this rank's children to its values of a half, in place, and sends them to its parent."""
