@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
@@ -133,13 +134,15 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
     backend = costs.of_backend()
     connect = partial(Transport, device, replicas=replicas.between)
     torus, tree, has_trees = None, None, device.type == "cpu"
+    rows = Torus.of_hosts(gathered(socket.gethostname()))
+    columns = None if rows is None or replicas.mesh is not None else rows.columns
     with closing(connect()) as transport:
         halves = costs.in_a_row(_halves_in_turns(transport), 1)
         all_reduces = {"none": costs.one_by_one(_all_reduce(transport, "none"))}
     with closing(connect(topology="auto", codec=LOSSY[0])) as transport:  # as methods exchange with a codec
         all_reduces |= {codec: costs.one_by_one(_all_reduce(transport, codec)) for codec in LOSSY}
     if Torus.of(replicas.number) is not None and replicas.mesh is None:
-        with closing(connect(topology="torus2d")) as transport:
+        with closing(connect(topology="torus2d", torus_columns=columns)) as transport:
             torus = costs.in_a_row(_halves_in_turns(transport), 1)
     if has_trees and replicas.number > 2:
         with closing(connect(topology="tree")) as transport:
@@ -150,7 +153,9 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
             with suppress(ValueError) if replicas.mesh is not None else nullcontext():  # it refuses them, on all ranks
                 exchanges[exchange.name] = costs.of_exchange(METHODS[name], exchange)
     kinds = (torus, tree, has_trees, replicas.ranks_per_replica, device.type != "cpu")
-    measured = Cluster(replicas.number, bandwidth, backend, halves, all_reduces, exchanges, *kinds)
+    measured = Cluster(
+        replicas.number, bandwidth, backend, halves, all_reduces, exchanges, *kinds, torus_columns=columns
+    )
     return gathered(measured)[0]  # the same predictions on all ranks
 
 

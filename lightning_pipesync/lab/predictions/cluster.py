@@ -149,6 +149,7 @@ class Cluster:
     #: Whether FSDP2's all-reduce between replicas runs under the backward pass: not on a CPU.
     hsdp_overlaps: bool = False
     latency: float | None = None  # seconds of one way of a message, if it is another one than was measured
+    torus_columns: int | None = None  # the ranks of a host, if there are several: a row of a torus
 
     def seconds_on_wire(self, num_bytes: float, codec: str) -> float:
         """Returns the least seconds of an all-reduce: what its encoded bytes take at the bandwidth."""

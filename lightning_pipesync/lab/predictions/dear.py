@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Fusion, plan_buckets
+from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.tree import piece_bytes
@@ -26,7 +26,7 @@ from lightning_pipesync.lab.predictions.limits import LayerTimes
 from lightning_pipesync.lab.predictions.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fusion_search import SEARCHES
-from lightning_pipesync.methods.dear.schedule import MeasuredStep, simulate_step
+from lightning_pipesync.methods.dear.schedule import BucketTimes, EarlyGathers, MeasuredStep, simulate_step
 from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, factor_bytes, is_factorized
 
 #: The codec that is planned.
@@ -90,7 +90,7 @@ class DeARLab(LabEntry):
     def _predict(self, work: Work, cluster: Cluster, topology: str) -> Prediction:
         seconds = step_seconds(work.profile_with(self.name), cluster, topology)
         why = waiting_share(work.seconds_with(self.name), seconds)
-        return Prediction(self.name, _settings(topology), seconds, why=why)
+        return Prediction(self.name, _settings(cluster, topology), seconds, why=why)
 
     def _predict_with_codec(self, work: Work, cluster: Cluster) -> Prediction:
         seconds = step_seconds(work.profile_with(self.name), cluster, codec=CODEC)
@@ -101,18 +101,28 @@ class DeARLab(LabEntry):
         """Returns the prediction for ACP-SGD."""
         profile = work.profile_with(self.name, work.measured_by(self.name).low_rank_seconds)
         seconds = step_seconds(profile, cluster, topology, low_rank=LOW_RANK)
-        settings = {**_settings(topology), "low_rank": LOW_RANK}
+        settings = {**_settings(cluster, topology), "low_rank": LOW_RANK}
         why, variant = "low-rank factors of the gradients: worse with AdamW", f"low_rank={LOW_RANK}"
         return Prediction(self.name, settings, seconds, exact=False, why=why, variant=variant)
 
 
-def _settings(topology: str) -> dict[str, Any]:
-    return {} if topology == "flat" else {"topology": topology}
+def _settings(cluster: Cluster, topology: str) -> dict[str, Any]:
+    columns = cluster.torus_columns if topology == "torus2d" else None
+    settings = {} if topology == "flat" else {"topology": topology}
+    return settings if columns is None else {**settings, "torus_columns": columns}
+
+
+def torus_of(cluster: Cluster) -> Torus | None:
+    """Returns the torus with a row for each host of several ranks, or as square as possible; None: there is none."""
+    try:
+        return Torus(cluster.world_size, cluster.torus_columns)
+    except ValueError:
+        return None
 
 
 def topologies_of(cluster: Cluster) -> list[str]:
     """Returns the values of ``topology`` that differ on so many hosts; a torus is not one of replicas in shards."""
-    has_torus = cluster.ranks_per_replica == 1 and Torus.of(cluster.world_size) is not None
+    has_torus = cluster.ranks_per_replica == 1 and torus_of(cluster) is not None
     several = cluster.world_size > 2 and cluster.has_trees
     return ["flat", *["torus2d"] * has_torus, *["tree"] * several]
 
@@ -128,7 +138,7 @@ def half_seconds(cluster: Cluster, topology: str, num_bytes: float, codec: str =
     if topology == "torus2d":
         if cluster.torus is not None:
             return cluster.torus.reduce_scatter(num_bytes, world_size)
-        torus = Torus(world_size, columns=None)
+        torus = Torus(world_size, cluster.torus_columns)
         return link.torus_half(num_bytes, torus.columns, torus.rows)
     if topology == "tree":
         if cluster.tree is not None:
@@ -146,7 +156,20 @@ def step_seconds(
     low_rank: int | None = None,
     fusion: Fusion | None = None,
 ) -> float:
-    """Returns the seconds of a step, by simulation of its schedule.
+    """Returns the seconds of a step, by simulation of its :func:`schedule`."""
+    buckets, _, early = schedule(profile, cluster, topology, codec, low_rank, fusion)
+    return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
+
+
+def schedule(
+    profile: Profile,
+    cluster: Cluster,
+    topology: str = "flat",
+    codec: str = "none",
+    low_rank: int | None = None,
+    fusion: Fusion | None = None,
+) -> tuple[list[BucketTimes], list[int], EarlyGathers]:
+    """Returns the times of buckets, their bytes, and the all-gathers that start early.
 
     Args:
         profile: a step without communication.
@@ -175,9 +198,9 @@ def step_seconds(
         early=codec == "none" and low_rank is None,
         divisible=topology != "torus2d",
     )
-    buckets = step.buckets(plan_buckets(parameters, fusion or step.candidates()[0]))
-    simulated = simulate_step(buckets, profile.forward, profile.backward, step.early_gathers(buckets))
-    return simulated.seconds + profile.update
+    layout = plan_buckets(parameters, fusion or step.candidates()[0])
+    buckets = step.buckets(layout)
+    return buckets, [sum(map(num_bytes, members)) for members in layout], step.early_gathers(buckets)
 
 
 def _factor_bytes(layer: LayerTimes, rank: int) -> float:

@@ -121,6 +121,16 @@ def test_what_a_method_adds_delays_its_gradients() -> None:
     assert found["local_sgd"].seconds == pytest.approx(0.1, rel=0.01)
 
 
+def test_rows_of_a_torus_are_the_ranks_of_a_host() -> None:
+    """Of 4 hosts with 8 ranks each 7 messages in a row and 3 in a column follow each other, as a strategy runs them."""
+    at = replace(cluster(1e8, 32), torus_columns=8)
+    seconds = half_seconds(at, "torus2d", MIB)
+    assert seconds == pytest.approx((7 + 3) * 1e-4 + 31 / 32 * MIB / 1e8)
+    assert by_method(predict(WORK, at))["dear"].settings == {"topology": "torus2d", "torus_columns": 8}
+    assert half_seconds(at.with_hosts(64), "torus2d", MIB) == pytest.approx((7 + 7) * 1e-4 + 63 / 64 * MIB / 1e8)
+    assert "torus2d" not in {one.settings.get("topology") for one in predict(WORK, at.with_hosts(36))}
+
+
 def test_low_rank_is_planned_with_what_its_factors_cost() -> None:
     """16 matrices of 512 x 512, of which factors have a 128th of the values on average; and 8 ms of products."""
     tensors = [replace(one, shape=(512, 512)) for one in PROFILE.tensors]
