@@ -47,6 +47,11 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "off by",
         "plan_accuracy",
     ),
+    "scale": (
+        "--networks resnet50 --hosts 8 16 --gbits 1 10 --cards 1 2",
+        "| dear, one rank a host | 4 |",
+        "scale",
+    ),
     "stages": (
         "--methods ea_pipe ea_pipe:replicas=4 gpipe --stage_ms 3 --activation_mib 0.01 --steps 2 --rounds 1",
         "| ea_pipe: replicas=4 |",
