@@ -26,7 +26,7 @@ from lightning_pipesync.lab.predictions.limits import LayerTimes
 from lightning_pipesync.lab.predictions.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fusion_search import SEARCHES
-from lightning_pipesync.methods.dear.schedule import BucketTimes, EarlyGathers, MeasuredStep, simulate_step
+from lightning_pipesync.methods.dear.schedule import COSTS, BucketTimes, EarlyGathers, MeasuredStep, simulate_step
 from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, factor_bytes, is_factorized
 
 #: The codec that is planned.
@@ -198,7 +198,7 @@ def schedule(
         early=codec == "none" and low_rank is None,
         divisible=topology != "torus2d",
     )
-    layout = plan_buckets(parameters, fusion or step.candidates()[0])
+    layout = plan_buckets(parameters, fusion or step.candidates(COSTS[:1])[0])
     buckets = step.buckets(layout)
     return buckets, [sum(map(num_bytes, members)) for members in layout], step.early_gathers(buckets)
 

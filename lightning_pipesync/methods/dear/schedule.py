@@ -184,8 +184,8 @@ class MeasuredStep:
     def early_gathers(self, buckets: Sequence[BucketTimes]) -> EarlyGathers:
         return choose_early_gathers(buckets, self.divisible) if self.early else EarlyGathers.none(len(buckets))
 
-    def candidates(self) -> list[Fusion]:
-        """Returns sizes with the shortest simulated step, see [Note: sizes without a search]; one for each of COSTS."""
+    def candidates(self, costs: Sequence[float] = COSTS) -> list[Fusion]:
+        """Returns sizes with the shortest simulated step, see [Note: sizes without a search]; one for each of costs."""
         total = sum(map(num_bytes, self.parameters)) / MIB
         sizes = [total / 2**exponent for exponent in range(math.ceil(math.log2(MOST_BUCKETS)) + 1)]
         layouts: dict[tuple[int, ...], tuple[Fusion, list[BucketTimes]]] = {}
@@ -194,7 +194,7 @@ class MeasuredStep:
             if len(layout) <= 2 * MOST_BUCKETS:
                 layouts.setdefault(tuple(map(len, layout)), (fusion, self.buckets(layout)))
         chosen: dict[Fusion, None] = {}
-        for cost in COSTS:
+        for cost in costs:
             found = []
             for fusion, buckets in layouts.values():
                 seconds = self._mean_seconds([bucket.with_latency(cost * self.latency) for bucket in buckets])
