@@ -232,7 +232,11 @@ def reason(row: Mapping[str, Any]) -> str:
             "torus2d": "a rank counts as a host: several columns share its link",
             "tree": "a rank counts as a host: more than one edge of a tree crosses its link",
         }[topology]
-    return {"tree": "a rank's processor handles the pieces of both trees"}.get(topology, "two operations are in flight")
+    return {
+        "flat": "the wait for a receiver's first notice, which few hosts have shown, counts for each message",
+        "torus2d": "two operations are in flight",
+        "tree": "a rank's processor handles the pieces of both trees",
+    }[topology]
 
 
 def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.scale import measured, steps, work_of
 from benchmarks.simulated_messages import Collectives, Group, Halves, Links, RingAllReduce, seconds_of
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.lab.bench.models import TABLES
 
 #: A message between hosts takes 1 ms, 0.5 ms of a processor, and 1 ms for each MB.
 LINKS = Links(bandwidth=1e9, latency=1e-3, processor=5e-4, bandwidth_within=1e12, latency_within=1e-6)
@@ -88,3 +90,13 @@ def test_deep_trees_are_on_the_line_of_shallow_ones() -> None:
     size, piece = 2**23, 2**18
     took = Collectives(LINKS, 64)._on_tree(64, 1, size, piece, 1)
     assert took == pytest.approx(seconds_of(LINKS, Group(64), Halves(size, piece=piece), alike=False), rel=0.05)
+
+
+def test_a_plan_of_few_hosts_predicts_the_steps_of_more() -> None:
+    """AlexNet's, on hosts with one rank each, whose communication takes about as long as computation."""
+    links = Links(bandwidth=1.25e9, latency=1e-5, processor=1e-5)
+    work = work_of(TABLES["alexnet"](), batch=256, flops=3e12)
+    rows = steps(work, measured(Collectives(links, 4)).with_hosts(16), Collectives(links, 16))
+    assert {row["method"] for row in rows} == {"ddp", "dear", "local_sgd", "pipe_sgd", "selsync"}
+    for row in rows:
+        assert row["predicted"] == pytest.approx(row["simulated"], rel=0.05), row
