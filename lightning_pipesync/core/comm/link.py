@@ -11,7 +11,7 @@ from lightning_pipesync.core.cost import LinkCost
 
 #: All-gathers that measure the network: of ``SMALL`` bytes, whose time is latency, and of ``LARGEST`` bytes at most;
 #: how many follow each other; and how many times.
-SMALL, LARGEST, IN_A_ROW, ROUNDS = 2**12, 2**22, 4, 5
+SMALL, LARGEST, IN_A_ROW, ROUNDS = 2**12, 2**20, 4, 3
 #: Maximum seconds that they may take, as far as one all-gather of ``FIRST`` bytes tells: on a slow network the large
 #: ones are smaller.
 SECONDS, FIRST = 0.25, 2**18
@@ -36,7 +36,7 @@ def measure_link(transport: Transport, codec: str | Codec = "none") -> LinkCost:
     measure(FIRST, 1)  # all ranks begin, and a network that lets bursts pass has none left
     first = max(transport.gather_objects(measure(FIRST, 1)))
     affordable = FIRST * SECONDS / (first * ROUNDS * IN_A_ROW)
-    large = 4 * round(max(FIRST, min(LARGEST, affordable)) / 4)
+    large = 4 * round(max(FIRST / 4, min(LARGEST, affordable)) / 4)
     sizes = [SMALL, large] * ROUNDS
     seconds = [measure(size, IN_A_ROW) for size in sizes]
     return LinkCost.fit(sizes, seconds, transport.world_size, halves=1)

@@ -56,7 +56,7 @@ class DeARConfig(Settings):
     wait_for_hooks: bool = True
 
     fusion: FusionMethod = "auto"
-    """Tensor fusion (Section IV). ``auto``: the fastest of up to three sizes, in some 25 steps; for these a simulation
+    """Tensor fusion (Section IV). ``auto``: the fastest of up to three sizes, in some 40 steps; for these a simulation
     of the step, from what the first steps and the network have taken, is shortest. It is ``buffer`` if ``bucket_mb`` is
     set, and with several optimizers. ``buffer``: buckets up to ``bucket_mb`` (DeAR-FB); ``bo``: up to a size that
     Bayesian optimization finds during training (DeAR-BO); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
