@@ -121,9 +121,13 @@ def torus_of(cluster: Cluster) -> Torus | None:
 
 
 def topologies_of(cluster: Cluster) -> list[str]:
-    """Returns the values of ``topology`` that differ on so many hosts; a torus is not one of replicas in shards."""
+    """Returns the values of ``topology`` that differ on so many hosts; a torus is not one of replicas in shards.
+
+    A tree is not one of hosts with several ranks: more than one of its edges crosses each host's link, up to twice the
+    bytes of other topologies (``benchmarks/scale.py``).
+    """
     has_torus = cluster.ranks_per_replica == 1 and torus_of(cluster) is not None
-    several = cluster.world_size > 2 and cluster.has_trees
+    several = cluster.world_size > 2 and cluster.has_trees and cluster.torus_columns is None
     return ["flat", *["torus2d"] * has_torus, *["tree"] * several]
 
 

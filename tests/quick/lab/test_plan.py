@@ -23,7 +23,7 @@ from lightning_pipesync.lab.plan.trials import to_prove
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import slow_ranks, slowest
 from lightning_pipesync.lab.predictions.cluster import BackendCost, Cluster, MeasuredCost
-from lightning_pipesync.lab.predictions.dear import half_seconds, step_seconds
+from lightning_pipesync.lab.predictions.dear import half_seconds, step_seconds, topologies_of
 from lightning_pipesync.lab.predictions.limits import LayerTimes
 from lightning_pipesync.lab.predictions.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -128,7 +128,10 @@ def test_rows_of_a_torus_are_the_ranks_of_a_host() -> None:
     assert seconds == pytest.approx((7 + 3) * 1e-4 + 31 / 32 * MIB / 1e8)
     assert by_method(predict(WORK, at))["dear"].settings == {"topology": "torus2d", "torus_columns": 8}
     assert half_seconds(at.with_hosts(64), "torus2d", MIB) == pytest.approx((7 + 7) * 1e-4 + 63 / 64 * MIB / 1e8)
-    assert "torus2d" not in {one.settings.get("topology") for one in predict(WORK, at.with_hosts(36))}
+    assert topologies_of(at.with_hosts(36)) == ["flat"], (
+        "no whole hosts; trees would cross the link of each more than once"
+    )
+    assert topologies_of(cluster(1e8, 32)) == ["flat", "torus2d", "tree"]
 
 
 def test_low_rank_is_planned_with_what_its_factors_cost() -> None:
