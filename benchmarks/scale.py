@@ -227,11 +227,7 @@ def reason(row: Mapping[str, Any]) -> str:
     if topology == "flat" and row["num_bytes"] / ranks < MIN_SLICE_BYTES:
         return "slices below 32 KiB travel 16 at a time, not one after the other"
     if row["cards"] > 1:
-        return {
-            "flat": NEIGHBORS,
-            "torus2d": "a rank counts as a host: several columns share its link",
-            "tree": "a rank counts as a host: more than one edge of a tree crosses its link",
-        }[topology]
+        return NEIGHBORS if topology == "flat" else "a rank counts as a host: several columns share its link"
     return {
         "flat": "the wait for a receiver's first notice, which few hosts have shown, counts for each message",
         "torus2d": "two operations are in flight",
@@ -312,8 +308,13 @@ def draw_speedups(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                     panel.plot([row["hosts"] for row in some], over, label=f"{method}, {key}", **look)
             panel.axhline(1.0, color="black", linewidth=0.8)
             panel.set(xscale="log", yscale="log", title=f"{network}, {gbit:g} Gbit/s")
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter("{x:g}" if axis is panel.yaxis else "")
+            panel.tick_params(labelsize="x-small", which="both")
             panel.grid(alpha=0.3)
-        panels[0, 0].figure.supxlabel("hosts")
+        for panel in panels[-1]:
+            panel.set_xlabel("hosts")
         panels[0, 0].figure.supylabel("times as fast as DDP")
 
 
