@@ -115,7 +115,8 @@ class GlooExchange:
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
         """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
-        return self._in_order(self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback))
+        tag, slices = self._next_tag(), self._slices(flat)
+        return self._in_order(self._start_reduce_scatter(tag, flat, slices, codec, mean, feedback))
 
     def all_gather(
         self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
@@ -125,7 +126,8 @@ class GlooExchange:
         Args:
             part: the part of each slice that is sent, without a codec; None: all.
         """
-        return self._in_order(self._start_all_gather(self._next_tag(), flat, codec, feedback, part))
+        slices = self._slices(flat) if part is None else [values[part] for values in self._slices(flat)]
+        return self._in_order(self._start_all_gather(self._next_tag(), flat, slices, codec, feedback))
 
     def all_reduce(
         self,
@@ -142,14 +144,15 @@ class GlooExchange:
         if codec.gathered and self.gathers_wires:
             assert shard_hook is None
             return self._in_order(self._start_sum_of_gathered(self._next_tag(), flat, codec, mean, feedback))
-        reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
+        slices = self._slices(flat)
+        reduce = self._start_reduce_scatter(self._next_tag(), flat, slices, codec, mean, feedback)
         gather_tag = self._next_tag()
 
         def reduce_and_gather() -> Tensor:
             own = reduce()
             if shard_hook is not None:
                 shard_hook(own)
-            return self._start_all_gather(gather_tag, flat, codec, feedback)()
+            return self._start_all_gather(gather_tag, flat, slices, codec, feedback)()
 
         return self._in_order(reduce_and_gather)
 
@@ -190,10 +193,15 @@ class GlooExchange:
         return wait
 
     def _start_reduce_scatter(
-        self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+        self,
+        tag: int,
+        flat: Tensor,
+        slices: Sequence[Tensor],
+        codec: Codec,
+        mean: bool,
+        feedback: ErrorFeedback | None,
     ) -> Callable[[], Tensor]:
-        slices, messages = self._slices(flat), self._messages.tagged(tag)
-        own = slices[self._rank]
+        messages, own = self._messages.tagged(tag), slices[self._rank]
         summed_as_they_are = codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype
         if summed_as_they_are and ring_is_faster(slices[0].nbytes, self._world_size):
             in_ring = ring(messages, slices, (self._rank - 1) % self._world_size, self._pool, adds=True)
@@ -269,9 +277,8 @@ class GlooExchange:
         return values if total is values else values.copy_(total)
 
     def _start_all_gather(
-        self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+        self, tag: int, flat: Tensor, slices: Sequence[Tensor], codec: Codec, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        slices = self._slices(flat) if part is None else [values[part] for values in self._slices(flat)]
         if codec.lossless:
             exchange = self._gather_slices(tag, slices)
 
@@ -306,7 +313,7 @@ class GlooExchange:
         wires = self._pool.take(self._world_size, codec.wire_bytes(flat.numel(), flat.dtype))
         residual, idle = (None, None) if feedback is None else (feedback.contribution, feedback.idle)
         encode_with_feedback(codec, flat, wires[self._rank], residual, idle)
-        exchange = self._gather_slices(tag, list(wires.unbind()))
+        exchange = self._gather_slices(tag, wires.unbind())
 
         def gather_and_sum() -> Tensor:
             if flat.numel():
@@ -317,7 +324,7 @@ class GlooExchange:
 
         return gather_and_sum
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Exchange:
+    def _gather_slices(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
         messages, own = self._messages.tagged(tag), slices[self._rank]
         if ring_is_faster(slices[0].nbytes, self._world_size):
             return ring(messages, slices, self._rank, self._pool, adds=False)

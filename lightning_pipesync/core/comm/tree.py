@@ -121,7 +121,13 @@ class TreeExchange(GlooExchange):
         self._topology = topology
 
     def _start_reduce_scatter(
-        self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+        self,
+        tag: int,
+        flat: Tensor,
+        slices: Sequence[Tensor],
+        codec: Codec,
+        mean: bool,
+        feedback: ErrorFeedback | None,
     ) -> Callable[[], Tensor]:
         values = flat.to(accumulation_dtype(flat.dtype))
         halves = [values[half] for half in self._topology.halves(flat.numel())]
@@ -129,12 +135,12 @@ class TreeExchange(GlooExchange):
 
         def reduce() -> Tensor:
             exchange.finish()
-            own, total = (self._slices(each)[self._rank] for each in (flat, values))
-            return self._set(own, own if values is flat else total, mean)
+            own = slices[self._rank]
+            return self._set(own, own if values is flat else self._slices(values)[self._rank], mean)
 
         return reduce
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Exchange:
+    def _gather_slices(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
         return self._both(tag, [slices[tree.root] for tree in self._topology.trees], self._broadcast)
 
     def _both(self, tag: int, halves: Sequence[Tensor], half_of: Callable[[Messages, Tree, Tensor], Half]) -> Exchange:
