@@ -26,8 +26,8 @@ class Step(step.Step):
         methods: What is compared: ddp, fsdp2, zero; ddp_powersgd, torch's PowerSGD under DDP; serial, wfbp, mg-wfbp,
             horovod, horovod-bo, byte-scheduler and ps, the papers' baselines; dear-rs and dear-ag, half of DeAR; and
             methods of this package, each with settings if need be, as with `pipesync bench step`.
-        bucket_mb: Bucket sizes in MiB of DDP, of methods with buckets whose settings choose no size, and of
-            ByteScheduler's pieces; the baseline is DDP with its best size.
+        bucket_mb: Bucket sizes in MiB of DDP, of SelSync under the forward pass, and of ByteScheduler's pieces; the
+            baseline is DDP with its best size.
     """
 
     def draw(self, results: list[dict[str, Any]]) -> None:

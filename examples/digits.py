@@ -14,6 +14,7 @@ Trainer's strategy differs. At the end, rank 0 prints a table and writes a pictu
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -27,7 +28,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_pipesync  # noqa: F401  registers the strategies
+from lightning_pipesync import DeARStrategy  # which registers the names of all strategies
+
+#: Strategies with settings, by their names in the table. All others are known to the Trainer by name.
+WITH_SETTINGS = {"dear, 4 bits": partial(DeARStrategy, compression="int4")}
 
 
 class DigitClassifier(L.LightningModule):
@@ -99,7 +103,7 @@ def train(run: Run, options: argparse.Namespace) -> L.Trainer:
     """Trains once, on all processes together."""
     L.seed_everything(run.seed, verbose=False)  # every strategy starts with the same weights
     trainer = L.Trainer(
-        strategy=run.strategy,
+        strategy=WITH_SETTINGS[run.strategy]() if run.strategy in WITH_SETTINGS else run.strategy,
         max_epochs=options.epochs,
         callbacks=[Recorder(run)],
         enable_progress_bar=False,  # the recorder shows the progress
@@ -114,7 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--strategies",
         nargs="+",
-        default=["ddp", "dear", "selsync", "local_sgd"],
+        default=["ddp", "dear", *WITH_SETTINGS, "selsync", "local_sgd"],
         help="of the Trainer (default: %(default)s)",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="train once for each of these (default: 0)")

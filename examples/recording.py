@@ -53,7 +53,7 @@ class Recorder(L.Callback):
         run.accuracies.append(trainer.callback_metrics["test_accuracy"].item())
         if trainer.is_global_zero:
             print(
-                f"{run.strategy:<9}  seed {run.seed}  epoch {len(run.seconds):2} of {trainer.max_epochs}"
+                f"{run.strategy:<12}  seed {run.seed}  epoch {len(run.seconds):2} of {trainer.max_epochs}"
                 f"  {run.seconds[-1]:5.1f} s  test accuracy {run.accuracies[-1]:.1%}",
                 flush=True,
             )

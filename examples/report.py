@@ -25,6 +25,7 @@ class Row:
     Attributes:
         strategy: of the runs.
         accuracy: on the test set.
+        difference: to the accuracy with the first strategy.
         steps: of each run.
         seconds: of training and validation.
         times_as_fast: as the first strategy.
@@ -33,6 +34,7 @@ class Row:
 
     strategy: str
     accuracy: float
+    difference: float
     steps: int
     seconds: float
     times_as_fast: float
@@ -43,11 +45,12 @@ def summarize(runs: Sequence[Run]) -> list[Row]:
     """Returns one row for each strategy, in the order of the runs."""
     rows: list[Row] = []
     for strategy, group in by_strategy(runs).items():
-        seconds = fmean(run.seconds[-1] for run in group)
+        seconds, accuracy = fmean(run.seconds[-1] for run in group), fmean(run.accuracy for run in group)
         rows.append(
             Row(
                 strategy=strategy,
-                accuracy=fmean(run.accuracy for run in group),
+                accuracy=accuracy,
+                difference=accuracy - rows[0].accuracy if rows else 0.0,
                 steps=group[0].steps,
                 seconds=seconds,
                 times_as_fast=(rows[0].seconds if rows else seconds) / seconds,
@@ -76,12 +79,15 @@ def print_table(runs: Sequence[Run], title: str) -> None:
         box=box.SIMPLE_HEAD,
     )
     table.add_column("strategy", no_wrap=True)
-    for heading in ("test\naccuracy %", "steps", "seconds", f"times as fast\nas {rows[0].strategy}", "MiB\nsent"):
+    first = rows[0].strategy
+    compared = f"more than\n{first}", "steps", "seconds", f"times as\nfast as {first}"
+    for heading in ("test\naccuracy %", *compared, "MiB\nsent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.strategy,
             f"{100 * row.accuracy:.2f}",
+            f"{100 * row.difference:+.2f}",
             str(row.steps),
             f"{row.seconds:.1f}",
             f"{row.times_as_fast:.2f}",
@@ -116,7 +122,8 @@ def draw_picture(runs: Sequence[Run], title: str, path: Path) -> None:
         rows = summarize(runs)
         names = [row.strategy for row in rows]
         drawn = bars.barh(names, [row.seconds for row in rows], color=[looks[name]["color"] for name in names])
-        bars.bar_label(drawn, [f"{row.times_as_fast:.1f} times, {row.mib_sent:.0f} MiB" for row in rows], padding=4)
+        labels = [f"{row.times_as_fast:.2f} times, {row.mib_sent:.0f} MiB, {100 * row.difference:+.2f}" for row in rows]
+        bars.bar_label(drawn, labels, padding=4, fontsize="small")
         bars.invert_yaxis()
         bars.set(
             title=title, xlabel=f"seconds for {rows[0].steps} steps", xlim=(0, 1.4 * max(row.seconds for row in rows))

@@ -81,7 +81,7 @@ class MergedAllReduce(GroupedAllReduce):
             self._times.end_step()
         moments = [self._times.ready[id(parameter)] for parameter in self._ready_order]
         num_bytes = [parameter.nbytes for parameter in self._ready_order]
-        link = measure_link(self.transport, num_bytes)
+        link = measure_link(self.transport)
         sizes = merged(moments, num_bytes, link, self.transport.world_size) if self.transport.rank == 0 else []
         tensors = iter(self._ready_order)
         self._set_groups([[next(tensors) for _ in range(size)] for size in self.transport.gather_objects(sizes)[0]])

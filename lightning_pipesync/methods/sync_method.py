@@ -116,17 +116,17 @@ class SyncMethod(StepCalls):
         self._ends: list[Callable[[float], object]] = []
         self.transport = self._make_transport(device_of(module), backend)
         self._at_detach(self.transport.close)
-        self.user_steps = UserSteps(self)
-        self._at_detach(lambda _: self.user_steps.release())
-        self.transport.end_other_waits(groups_of_shards(module))
-        watch = self.transport.watch
-        watched = within_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
-        self._at_detach(lambda _: watched.close())
-        self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
-        if self._sharded is not None:
-            release = self._sharded.release
-            self._at_detach(lambda _: release())
         try:
+            self.user_steps = UserSteps(self)
+            self._at_detach(lambda _: self.user_steps.release())
+            self.transport.end_other_waits(groups_of_shards(module))
+            watch = self.transport.watch
+            watched = within_collectives(module, partial(watch.waiting, "the ranks of its replica, within FSDP2"))
+            self._at_detach(lambda _: watched.close())
+            self._sharded = ShardedOptimizers(self.optimizers) if is_sharded(module) else None
+            if self._sharded is not None:
+                release = self._sharded.release
+                self._at_detach(lambda _: release())
             parameters = on_all_ranks(self.transport.job, self._agreed_parameters)
             on_all_ranks(self.transport.job, self._check_support)
             named = [(parameter.name, parameter.tensor) for parameter in parameters]

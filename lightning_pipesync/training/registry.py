@@ -50,6 +50,8 @@ def check_method(method: type[Method]) -> None:
         raise ValueError(f"name={name!r} is that of {METHODS[name].__name__}: choose another one.")
     if name in PRESETS:
         raise ValueError(f"name={name!r} is that of a preset: choose another one.")
+    if of in (other.__name__ for other in METHODS.values() if other is not method):
+        raise ValueError(f"{of} is the class of another method, whose {of}Strategy it would replace: rename the class.")
     if not (isinstance(config_type, type) and issubclass(config_type, Settings)):
         raise ValueError(
             f"{of} has no config_type: set it to the class of its settings, a frozen dataclass that inherits from "

@@ -110,7 +110,7 @@ def _draw_dear(random: Random) -> Settings:
     settings: Settings = {
         "update": random.choice([None, "sharded", "replicated"]),
         "overlap": random.choice(["eager", "forward", "none"]),
-        "fusion": random.choice(["bo", "random", "grid", "buffer", "layers", "none"]),
+        "fusion": random.choice(["auto", "bo", "random", "grid", "buffer", "layers", "none"]),
         "bucket_mb": random.choice([1e-4, 1e-3, 25.0]),
         "search_mb": (1e-4, 1e-2),
         "trial_steps": 4,
@@ -118,6 +118,8 @@ def _draw_dear(random: Random) -> Settings:
         "compression": _codec(random),
         "error_feedback": random.random() < 0.8,
     }
+    if settings["fusion"] == "auto" and random.random() < 0.5:  # a simulation chooses
+        del settings["bucket_mb"]
     if settings["compression"] != "none":  # a codec's errors depend on the buckets, and those of a search on time
         settings["fusion"] = "buffer"
     return _with_low_rank(_with_topology(settings))

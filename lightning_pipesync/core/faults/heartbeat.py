@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.faults.shutdown import join_thread
 
-#: The key of the first fault that a rank has found.
+#: The key of the fault that a rank has told last.
 _FAULT_KEY = "pipesync/fault"
 
 #: Maximum seconds between two beats, and their maximum as a fraction of the timeout.
@@ -41,7 +41,7 @@ PATIENCE = 3
 #: How often a rank listens to the next one, as a fraction of the timeout, and the maximum in seconds.
 LISTEN_FRACTION, LISTEN_S = 1 / 8, 10.0
 
-#: The timeout of the store, in seconds.
+#: Seconds that a caller waits for the store, unless it says how long.
 STORE_S = 5.0
 
 #: Maximum seconds that :meth:`Heartbeat.close` waits.

@@ -78,12 +78,12 @@ class Step(StepBenchmark):
 
     Attributes:
         methods: What is compared: ddp, fsdp2, fsdp2_resharded, zero, and methods of this package, each with settings if
-            need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward, dear:edge_mb=0.5, dear:fusion=bo,
+            need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward, dear:bucket_mb=2, dear:fusion=bo,
             which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
             pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
-        bucket_mb: Bucket sizes in MiB of DDP, and of methods with buckets whose settings choose no size; the baseline
-            is DDP with its best size.
+        bucket_mb: Bucket sizes in MiB of DDP, and of SelSync under the forward pass; the baseline is DDP with its best
+            size.
         steps: Steps of one measurement; of local SGD whole periods.
         rounds: Number of measurements of each candidate, in turns.
         device: cpu, or cuda, where each rank has the GPU of its place in its host.
@@ -322,9 +322,10 @@ mini-batch on each host: communication overhead = T(n) - T(1), speed-up = n T(1)
 def _search(candidate: dict[str, Any]) -> str:
     found, (seconds, _, _) = candidate["search"], median_and_quartiles(candidate["seconds"])
     lost = found["seconds"] / seconds - found["steps"]
+    tried = f"{found['trials']} sizes tried in " if found["trials"] else ""
     return (
-        f"{candidate['name']}: {found['trials']} sizes tried in {found['steps']} steps, which took as long as "
-        f"{lost:.1f} steps more; found {found['size']:.1f} MiB, {found['edge'] or found['size']:.1f} at the ends.\n"
+        f"{candidate['name']}: {tried}{found['steps']} steps, which took as long as {lost:.1f} steps more; found "
+        f"{found['size']:.2g} MiB, {found['edge'] or found['size']:.2g} at the ends.\n"
     )
 
 

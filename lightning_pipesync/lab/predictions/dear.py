@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,12 +25,9 @@ from lightning_pipesync.lab.predictions.entry import BenchCandidate, LabEntry, P
 from lightning_pipesync.lab.predictions.limits import LayerTimes
 from lightning_pipesync.lab.predictions.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.early_gathers import BucketTimes, choose_early_gathers, simulate_step
-from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, P, Q, is_factorized
-
-#: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was
-#: measured, as on busy processors, fewer are better.
-LARGER = 4
+from lightning_pipesync.methods.dear.fusion_search import SEARCHES
+from lightning_pipesync.methods.dear.schedule import MeasuredStep, simulate_step
+from lightning_pipesync.methods.gradients.low_rank import FactorizedGradient, factor_bytes, is_factorized
 
 #: The codec that is planned.
 CODEC = "int4"
@@ -47,7 +44,7 @@ class DeARCandidate(BenchCandidate):
         while not (sync.tuned and sync.planned):
             step()
             steps += 1
-        if not sync.trials:
+        if self.config.fusion not in ("auto", *SEARCHES):
             return None
         took, fusion = time.perf_counter() - started, sync.fusion
         tried = len({trial.seconds for trial in sync.trials})  # equal buckets are measured once
@@ -62,33 +59,20 @@ class DeARLab(LabEntry):
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
     ) -> list[BenchCandidate]:
-        """Returns a candidate for each bucket size, unless the settings name ``bucket_mb`` or a ``fusion``."""
-        chosen = {"fusion": "buffer", **settings}
-        sized = [(f"{label}, {size:g} MiB", {**chosen, "bucket_mb": size}) for size in bucket_mb]
-        if "fusion" in settings or "bucket_mb" in settings or not sized:
-            sized = [(label, chosen)]
-        configs = [(name, DeARConfig(**of_size)) for name, of_size in sized]
-        return [
-            DeARCandidate(
-                name,
-                config,
-                limit="eager" if config.gathers_early else "two_halves",
-                period=2 if config.low_rank is not None and config.low_rank_method == "acp_sgd" else 1,  # P, and Q
-            )
-            for name, config in configs
-        ]
+        """Returns one candidate, which chooses its buckets, whatever ``bucket_mb`` says, unless its settings do."""
+        config = DeARConfig(**settings)
+        limit = "eager" if config.gathers_early else "two_halves"
+        factors = config.low_rank is not None and config.low_rank_method == "acp_sgd"  # P and Q in turns
+        return [DeARCandidate(label, config, limit=limit, period=2 if factors else 1)]
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-        """Yields all bucket sizes, in each topology; those that are larger than the best; with a codec; low rank."""
-        topologies, sizes = topologies_of(cluster), work.bucket_sizes()
-        found = [self._predict(work, cluster, size, topology) for topology in topologies for size in sizes]
-        yield found
-        best = min(found, key=lambda prediction: prediction.seconds).settings["bucket_mb"]
-        yield [prediction for prediction in found if prediction.settings["bucket_mb"] >= LARGER * best]
+        """Yields each topology; with a codec; low rank; with the buckets that a simulation chooses."""
+        topologies = topologies_of(cluster)
+        yield [self._predict(work, cluster, topology) for topology in topologies]
         if CODEC in cluster.all_reduces:
-            yield [self._predict_with_codec(work, cluster, size) for size in sizes]
+            yield [self._predict_with_codec(work, cluster)]
         if work.measured_by(self.name).low_rank_seconds > 0:
-            yield [self._predict_low_rank(work, cluster, size, topology) for topology in topologies for size in sizes]
+            yield [self._predict_low_rank(work, cluster, topology) for topology in topologies]
 
     def measure(self, module: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any] | None) -> MethodWork:
         """Measures the products of low-rank factors, unless FSDP2 has divided the matrices."""
@@ -103,32 +87,27 @@ class DeARLab(LabEntry):
     def settings_for_racks(self, ranks_per_rack: int) -> Mapping[str, Any]:
         return {"topology": "torus2d", "torus_columns": ranks_per_rack}
 
-    def _predict(self, work: Work, cluster: Cluster, bucket_mb: float, topology: str) -> Prediction:
-        seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, topology)
-        settings, why = _settings(bucket_mb, topology), waiting_share(work.seconds_with(self.name), seconds)
-        return Prediction(self.name, settings, seconds, why=why)
+    def _predict(self, work: Work, cluster: Cluster, topology: str) -> Prediction:
+        seconds = step_seconds(work.profile_with(self.name), cluster, topology)
+        why = waiting_share(work.seconds_with(self.name), seconds)
+        return Prediction(self.name, _settings(topology), seconds, why=why)
 
-    def _predict_with_codec(self, work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
-        seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, eager=False, codec=CODEC)
-        settings, why = {**_settings(bucket_mb), "compression": CODEC}, "4 bits a value, with error feedback"
+    def _predict_with_codec(self, work: Work, cluster: Cluster) -> Prediction:
+        seconds = step_seconds(work.profile_with(self.name), cluster, codec=CODEC)
+        settings, why = {"compression": CODEC}, "4 bits a value, with error feedback"
         return Prediction(self.name, settings, seconds, exact=False, why=why, variant=f"compression={CODEC}")
 
-    def _predict_low_rank(self, work: Work, cluster: Cluster, bucket_mb: float, topology: str) -> Prediction:
-        """Returns the prediction for ACP-SGD: a whole all-reduce of each bucket's factors under the backward pass."""
+    def _predict_low_rank(self, work: Work, cluster: Cluster, topology: str) -> Prediction:
+        """Returns the prediction for ACP-SGD."""
         profile = work.profile_with(self.name, work.measured_by(self.name).low_rank_seconds)
-        buckets = _buckets(profile, bucket_mb)
-        ready, by_side = [max(tensor.ready for tensor in members) for members in buckets], []
-        for side in (P, Q):
-            sizes = [sum(bytes_sent(tensor, LOW_RANK, side) for tensor in members) for members in buckets]
-            all_reduces = [2 * half_seconds(cluster, topology, size) for size in sizes]
-            by_side.append(profile.seconds_with_all_reduces(ready, all_reduces))
-        settings = {**_settings(bucket_mb, topology), "low_rank": LOW_RANK}
+        seconds = step_seconds(profile, cluster, topology, low_rank=LOW_RANK)
+        settings = {**_settings(topology), "low_rank": LOW_RANK}
         why, variant = "low-rank factors of the gradients: worse with AdamW", f"low_rank={LOW_RANK}"
-        return Prediction(self.name, settings, fmean(by_side), exact=False, why=why, variant=variant)
+        return Prediction(self.name, settings, seconds, exact=False, why=why, variant=variant)
 
 
-def _settings(bucket_mb: float, topology: str = "flat") -> dict[str, Any]:
-    return {"fusion": "buffer", "bucket_mb": bucket_mb, **({} if topology == "flat" else {"topology": topology})}
+def _settings(topology: str) -> dict[str, Any]:
+    return {} if topology == "flat" else {"topology": topology}
 
 
 def topologies_of(cluster: Cluster) -> list[str]:
@@ -162,40 +141,48 @@ def half_seconds(cluster: Cluster, topology: str, num_bytes: float, codec: str =
 def step_seconds(
     profile: Profile,
     cluster: Cluster,
-    bucket_mb: float,
     topology: str = "flat",
-    eager: bool = True,
     codec: str = "none",
+    low_rank: int | None = None,
+    fusion: Fusion | None = None,
 ) -> float:
     """Returns the seconds of a step, by simulation of its schedule.
 
-    ``profile`` is a step without communication. ``eager``: buckets are gathered early, as DeAR would plan it.
+    Args:
+        profile: a step without communication.
+        low_rank: the rank of factors, in turns P and Q, whose whole all-reduce runs under the backward pass.
+        fusion: None: buckets as DeAR would choose them.
     """
-    half, buckets = partial(half_seconds, cluster, topology, codec=codec), []
-    for members in _buckets(profile, bucket_mb):
-        size = sum(tensor.num_bytes for tensor in members)
-        ready, needed = max(tensor.ready for tensor in members), min(tensor.needed for tensor in members)
-        buckets.append(BucketTimes(ready, needed, reduce_scatter=half(size), all_gather=half(size), latency=half(0)))
-    early = choose_early_gathers(buckets, divisible=topology != "torus2d") if eager else None
-    return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
-
-
-def _buckets(profile: Profile, bucket_mb: float) -> list[list[LayerTimes]]:
-    """Returns the tensors of each bucket."""
+    half = partial(half_seconds, cluster, topology, codec=codec)
     # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
     tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
     parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
-    buckets = plan_buckets(parameters, Fusion(bucket_mb=bucket_mb))
-    return [[profile.tensors[int(member.name)] for member in members] for members in buckets]
+    of_id = {id(tensor): times for tensor, times in zip(tensors, profile.tensors, strict=True)}
+
+    def halves(members: Sequence[NamedParameter]) -> tuple[float, float]:
+        layers = [of_id[id(member.tensor)] for member in members]
+        if low_rank is None:
+            return (half(sum(layer.num_bytes for layer in layers)),) * 2
+        return 2 * half(sum(_factor_bytes(layer, low_rank) for layer in layers)), 0.0
+
+    ready, needed = ({key: getattr(of_id[key], name) for key in of_id} for name in ("ready", "needed"))
+    step = MeasuredStep(
+        parameters,
+        ready,
+        needed,
+        halves,
+        latency=half(0),
+        early=codec == "none" and low_rank is None,
+        divisible=topology != "torus2d",
+    )
+    buckets = step.buckets(plan_buckets(parameters, fusion or step.candidates()[0]))
+    simulated = simulate_step(buckets, profile.forward, profile.backward, step.early_gathers(buckets))
+    return simulated.seconds + profile.update
 
 
-def bytes_sent(tensor: LayerTimes, rank: int, side: int) -> int:
-    """Returns the bytes of a tensor's factor P or Q; those of its gradient, if it is not factorized."""
-    shape = torch.Size(tensor.shape)
-    width = max(4, tensor.num_bytes // max(1, shape.numel()))  # values of 16 bits are sent in fp32
-    if not is_factorized(shape, rank):
-        return width * shape.numel()
-    return width * rank * (shape[0] if side == P else shape[1:].numel())
+def _factor_bytes(layer: LayerTimes, rank: int) -> float:
+    shape = torch.Size(layer.shape)
+    return factor_bytes(shape, layer.num_bytes // max(1, shape.numel()), rank)
 
 
 @torch.no_grad()

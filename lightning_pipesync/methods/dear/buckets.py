@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets, shard_numel, zeros_with_room
+from lightning_pipesync.core.buckets import (
+    Bucket,
+    Fusion,
+    num_bytes,
+    plan_buckets,
+    shard_numel,
+    zeros_with_room,
+)
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.link import measure_link
@@ -22,7 +29,7 @@ from lightning_pipesync.core.guarded_states import at_hand, send_away
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers, choose_early_gathers
+from lightning_pipesync.methods.dear.schedule import EarlyGathers, MeasuredStep
 from lightning_pipesync.methods.gradients.backpipe import BackPipe
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import (
@@ -33,7 +40,12 @@ from lightning_pipesync.methods.gradients.bucket_update import (
     whole_states,
 )
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe, UnwrittenWeights
-from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket, low_rank_gradients
+from lightning_pipesync.methods.gradients.low_rank import (
+    LowRankGradients,
+    factor_bytes,
+    low_rank_bucket,
+    low_rank_gradients,
+)
 
 V = TypeVar("V")
 
@@ -289,7 +301,7 @@ class FusedBuckets:
         self._ready: Sequence[NamedParameter] = ()  # in the order of their gradients
         self._needed: Sequence[NamedParameter] = ()  # in the order of the forward pass
         self.buckets: list[FusedBucket] = []
-        self._gathers_early = config.gathers_early and transport.world_size > 1
+        self._measures = (config.gathers_early or config.chooses_fusion) and transport.world_size > 1
         self._early: EarlyGathers | None = None  # of these buckets; None until there are times to choose them by
         self._link: LinkCost | None = None  # measured once
 
@@ -301,7 +313,7 @@ class FusedBuckets:
         """Releases the buckets; the next :meth:`fuse` makes buckets of ``parameters``, and measures new ones' times."""
         self.release()
         ids, known = ({id(parameter.tensor) for parameter in those} for those in (parameters, self._parameters))
-        if self._gathers_early and ids != known:
+        if self._measures and ids != known:
             self._order.times.begin()
         self._parameters = parameters
         self._low_rank = low_rank_gradients(parameters, self._config)
@@ -348,28 +360,33 @@ class FusedBuckets:
 
     @property
     def planned(self) -> bool:
-        """Whether the all-gathers that start under backward are chosen for these buckets, or there are none."""
-        return not self._gathers_early or self._early is not None
+        """Whether the all-gathers that start under backward are chosen for these buckets, or nothing is measured."""
+        return not self._measures or self._early is not None
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are times by which these buckets can be planned, and they are not."""
+        return bool(self.buckets) and not self.planned and not self._order.times.measuring
 
     @property
     def num_early(self) -> int:
         """Number of all-gathers that start under backward."""
         return 0 if self._early is None else sum(map(len, self._early.after))
 
-    def plan_early_gathers(self) -> bool:
-        """Chooses the all-gathers that start under the next backward passes, if that is due: the same on all ranks.
+    def candidates(self) -> list[Fusion]:
+        """Returns sizes with short simulated steps, the same on all ranks; a collective call.
 
-        Returns whether it was; then it is a collective call, with nothing in flight.
+        Nothing may be in flight, here and in :meth:`plan_early_gathers`.
         """
-        if not self.buckets or self.planned or self._order.times.measuring:
-            return False
-        if self._link is None:
-            self._link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self.buckets])
-        chosen = None
+        step = self._measured_step()
+        return self._transport.broadcast_object(step.candidates() if self._transport.rank == 0 else [])
+
+    def plan_early_gathers(self) -> None:
+        """Chooses the all-gathers that start under the next backward passes, the same on all ranks; collective."""
+        step, chosen = self._measured_step(), None
         if self._transport.rank == 0:
-            chosen = choose_early_gathers(self._bucket_times(self._link), divisible=self._transport.gathers_parts)
+            chosen = step.early_gathers(step.buckets([bucket.members for bucket in self.buckets]))
         self._early = self._transport.broadcast_object(chosen)
-        return True
 
     def gather_early_after(self, index: int, queue: CommQueue) -> None:
         """Queues the all-gathers that follow the reduce-scatter of the bucket ``index``."""
@@ -377,23 +394,23 @@ class FusedBuckets:
             for other in self._early.after[index]:
                 self.buckets[other].gather_early(queue, self._early.pieces[other])
 
-    def _bucket_times(self, link: LinkCost) -> list[BucketTimes]:
-        """Returns the times of the buckets, since the first gradient of backward.
+    def _measured_step(self) -> MeasuredStep:
+        """Returns what the first steps have taken; measures the network once: a collective call then."""
+        world_size, times, config = self._transport.world_size, self._order.times, self._config
+        if self._link is None:
+            self._link = measure_link(self._transport, config.compression)
+        link = self._link
 
-        A parameter that was not seen counts as ready at the end of backward, and as needed at the beginning of forward.
-        """
-        ready, needed = self._order.times.ready, self._order.times.needed
-        end, world_size = max(ready.values(), default=0.0), self._transport.world_size
-        return [
-            BucketTimes(
-                ready=max(ready.get(id(member.tensor), end) for member in bucket.members),
-                needed=min(needed.get(id(member.tensor), 0.0) for member in bucket.members),
-                reduce_scatter=link.reduce_scatter(bucket.gradients.flat.nbytes, world_size),
-                all_gather=link.all_gather(bucket.gradients.flat.nbytes, world_size),
-                latency=link.all_gather(0, world_size),
-            )
-            for bucket in self.buckets
-        ]
+        def halves(members: Sequence[NamedParameter]) -> tuple[float, float]:
+            if config.low_rank is not None:  # a whole all-reduce of factors under backward
+                size = sum(factor_bytes(m.tensor.shape, m.tensor.element_size(), config.low_rank) for m in members)
+                return link.all_reduce(size, world_size), 0.0
+            half = link.reduce_scatter(sum(map(num_bytes, members)), world_size)
+            return half, half
+
+        latency, early = link.all_gather(0, world_size), config.gathers_early
+        divisible = self._transport.gathers_parts
+        return MeasuredStep(self._ready, times.ready, times.needed, halves, latency, early, divisible)
 
     def find_present(self) -> None:
         """Finds the parameters that have a gradient on some rank; the others are not updated, as in DDP."""

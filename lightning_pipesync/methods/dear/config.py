@@ -17,7 +17,10 @@ from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topolog
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
-FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
+FusionMethod = Literal["auto", "bo", "random", "grid", "buffer", "layers", "none"]
+
+#: Maximum bucket size in MiB where nothing else is set: DDP's.
+BUCKET_MB = 25.0
 
 #: Smallest and largest bucket size of the paper's search, in MiB (Section IV-B).
 SEARCH_MB = (1.0, 100.0)
@@ -52,17 +55,19 @@ class DeARConfig(Settings):
 
     wait_for_hooks: bool = True
 
-    fusion: FusionMethod = "bo"
-    """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
-    (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
+    fusion: FusionMethod = "auto"
+    """Tensor fusion (Section IV). ``auto``: the fastest of up to three sizes, in some 40 steps; for these a simulation
+    of the step, from what the first steps and the network have taken, is shortest. It is ``buffer`` if ``bucket_mb`` is
+    set, and with several optimizers. ``buffer``: buckets up to ``bucket_mb`` (DeAR-FB); ``bo``: up to a size that
+    Bayesian optimization finds during training (DeAR-BO); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
     ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways."""
 
-    bucket_mb: MiB = 25.0
-    """Maximum bucket size in MiB; in a search, that of the first trial."""
+    bucket_mb: MiB | None = None
+    """Maximum bucket size in MiB; in a search, that of the first trial. None: 25."""
 
     edge_mb: MiB | None = None
     """Maximum size in MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle, up
-    to ``bucket_mb``. None: the same for all buckets. A search finds its own."""
+    to ``bucket_mb``. None: the same for all buckets, with ``fusion="buffer"``."""
 
     search_mb: MiBRange | None = None
     """Smallest and largest bucket size of a search, in MiB; at most the size of the model. None: 1 to 100, as in the
@@ -91,9 +96,9 @@ class DeARConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "a positive number of MiB")
-        fits = self.edge_mb is None or 0 < self.edge_mb <= self.bucket_mb
-        self._check("edge_mb", fits, f"a positive number of MiB, bucket_mb={self.bucket_mb!r} at most")
+        self._check("bucket_mb", 0 < self._bucket_mb < math.inf, "a positive number of MiB")
+        fits = self.edge_mb is None or 0 < self.edge_mb <= self._bucket_mb
+        self._check("edge_mb", fits, f"a positive number of MiB, bucket_mb={self._bucket_mb!r} at most")
         smallest, largest = self.search_mb or SEARCH_MB
         self._check("search_mb", 0 < smallest < largest < math.inf, "a smaller and a larger number of MiB")
         self._check_least(trial_steps=4, max_trials=1, num_layers=1)
@@ -107,6 +112,15 @@ class DeARConfig(Settings):
                 "update": (self.update == "sharded", "replicated", "would gather weights, which have no factors")
             }
             self._refuse(f"low_rank={self.low_rank!r} averages factors", "low_rank=None", refused)
+
+    @property
+    def _bucket_mb(self) -> float:
+        return BUCKET_MB if self.bucket_mb is None else self.bucket_mb
+
+    @property
+    def chooses_fusion(self) -> bool:
+        """Whether a simulation chooses the sizes of buckets."""
+        return self.fusion == "auto" and self.bucket_mb is None and self.edge_mb is None
 
     @property
     def usual_update(self) -> Update:
@@ -132,7 +146,7 @@ class DeARConfig(Settings):
         if self.fusion in ("layers", "none"):
             ignored["bucket_mb"] = f"on what is fused {chosen}: set fusion='buffer'"
             ignored["edge_mb"] = f"{chosen}: set fusion='buffer'"
-        if self.fusion in ("buffer", "layers", "none"):
+        if self.fusion in ("auto", "buffer", "layers", "none"):
             for name in ("search_mb", "trial_steps", "max_trials"):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
         if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):
@@ -166,7 +180,7 @@ class DeARConfig(Settings):
         return type(optimizer) in (*ELEMENTWISE, *self.elementwise)
 
     def first_fusion(self) -> Fusion:
-        """Returns how tensors are fused, before a search changes it."""
+        """Returns how tensors are fused, before a simulation or a search changes it."""
         if self.fusion in ("layers", "none"):
             return Fusion(num_layers=self.num_layers if self.fusion == "layers" else None)
-        return Fusion(bucket_mb=self.bucket_mb, edge_mb=self.edge_mb)
+        return Fusion(bucket_mb=self._bucket_mb, edge_mb=self.edge_mb)

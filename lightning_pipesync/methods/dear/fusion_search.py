@@ -55,12 +55,41 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return min(trials, key=lambda trial: trial.seconds)
 
 
-@dataclass(frozen=True)
 class FusionSearch(ABC):
-    """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step.
+    """Finds the bucket size, and the size of the buckets at both ends, with the shortest step.
 
-    It keeps nothing: what is tried next follows from the ``trials`` so far. The first has the fusion ``first``.
+    It keeps nothing: what is tried next follows from the ``trials`` so far.
     """
+
+    @abstractmethod
+    def converged(self, trials: Sequence[Trial]) -> bool:
+        """Returns whether no trial is to follow."""
+
+    @abstractmethod
+    def suggest(self, trials: Sequence[Trial]) -> Fusion:
+        """Returns the fusion of the next trial, after one or more."""
+
+
+@dataclass(frozen=True)
+class Comparison(FusionSearch):
+    """Tries some ``candidates``, each once."""
+
+    candidates: Sequence[Fusion]
+
+    def converged(self, trials: Sequence[Trial]) -> bool:
+        return not self._left(trials)
+
+    def suggest(self, trials: Sequence[Trial]) -> Fusion:
+        return self._left(trials)[0]
+
+    def _left(self, trials: Sequence[Trial]) -> list[Fusion]:
+        tried = [trial.fusion for trial in trials]
+        return [fusion for fusion in self.candidates if fusion not in tried]
+
+
+@dataclass(frozen=True)
+class SearchInRange(FusionSearch):
+    """Searches in a range of sizes; the first trial has the fusion ``first``."""
 
     first: Fusion
     smallest_mb: float
@@ -71,16 +100,12 @@ class FusionSearch(ABC):
     def converged(self, trials: Sequence[Trial]) -> bool:
         return len(trials) >= self.max_trials
 
-    @abstractmethod
-    def suggest(self, trials: Sequence[Trial]) -> Fusion:
-        """Returns the fusion of the next trial, after one or more."""
-
     @property
     def _sizes(self) -> tuple[float, float]:
         return math.log2(self.smallest_mb), math.log2(self.largest_mb)
 
 
-class BayesianSearch(FusionSearch):
+class BayesianSearch(SearchInRange):
     """Bayesian optimization with a Gaussian process and expected improvement, over the logarithms of both sizes."""
 
     def converged(self, trials: Sequence[Trial]) -> bool:
@@ -121,7 +146,7 @@ class BayesianSearch(FusionSearch):
         return min(max(math.log2(fusion.bucket_mb), low), high), min(halvings, MAX_HALVINGS)
 
 
-class RandomSearch(FusionSearch):
+class RandomSearch(SearchInRange):
     """Sizes drawn evenly from the logarithmic ranges (Fig. 10)."""
 
     def suggest(self, trials: Sequence[Trial]) -> Fusion:
@@ -129,7 +154,7 @@ class RandomSearch(FusionSearch):
         return _fusion(draw.uniform(*self._sizes), draw.uniform(0.0, MAX_HALVINGS))
 
 
-class GridSearch(FusionSearch):
+class GridSearch(SearchInRange):
     """Sizes at even distances in the logarithmic ranges, from the smallest to the largest (Fig. 10)."""
 
     def suggest(self, trials: Sequence[Trial]) -> Fusion:
@@ -141,7 +166,7 @@ class GridSearch(FusionSearch):
         return _fusion(*grid[number]) if number < len(grid) else self.first
 
 
-SEARCHES: dict[str, type[FusionSearch]] = {"bo": BayesianSearch, "random": RandomSearch, "grid": GridSearch}
+SEARCHES: dict[str, type[SearchInRange]] = {"bo": BayesianSearch, "random": RandomSearch, "grid": GridSearch}
 
 
 def _fusion(size: float, halvings: float) -> Fusion:
@@ -151,11 +176,14 @@ def _fusion(size: float, halvings: float) -> Fusion:
 #: A trial ends after so few steps if they are longer than those of the best one by this factor.
 FEW_STEPS, CLEARLY_WORSE = 3, 1.1
 
+#: Steps of a trial where a few sizes are compared.
+COMPARED_STEPS = 5
+
 log = logging.getLogger(__name__)
 
 
 class FusionTuner:
-    """Measures steps with one bucket size after the other, and keeps the best.
+    """Finds bucket sizes: measures steps with one after the other, of a search or a simulation, and keeps the best.
 
     A trial measures the time from one step to the next on rank 0, which is that of all ranks, by the clock of its
     device: the host may be ahead of it. Rank 0 chooses the next size, and announces the change with the flags of a
@@ -169,6 +197,7 @@ class FusionTuner:
         self.change_due = False  # whether the buckets change after the next backward pass; the same on all ranks
         self.trials: list[Trial] = []
         self._search: FusionSearch | None = None  # on rank 0
+        self._compares = False  # whether it has what the simulation has found
         self._sizes: list[int] = []  # bytes of the parameters of each kind
         self._clock = Clock(transport.device)
         self._ends: list[Moment] = []  # of the steps of this trial, and of the one before
@@ -176,32 +205,36 @@ class FusionTuner:
         self._decision: Promise[tuple[list[Trial], Fusion, bool]] | None = None
 
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
-        """Starts a search, unless one for as many bytes has started; a collective call.
+        """Starts to look for sizes, unless that has begun for as many bytes; a collective call.
 
-        There is no search if all parameters fit into the smallest bucket, by default 1 MiB; with deterministic
-        algorithms, since the order of summation depends on the buckets; with copies within a replica, which must have
-        one order; or if rank 0 lacks the package for it, which is logged.
+        The first sizes stay with deterministic algorithms, since the order of summation depends on the buckets; with
+        copies within a replica, which must have one order; in a search, if all parameters fit into the smallest bucket,
+        by default 1 MiB, or if rank 0 lacks the package for it, which is logged.
         """
         sizes = [sum(map(num_bytes, kind)) for kind in of_one_kind(parameters)]
-        if self._config.fusion not in SEARCHES or sizes == self._sizes:
+        search = SEARCHES.get(self._config.fusion)
+        if (search is None and not self._config.chooses_fusion) or sizes == self._sizes:
             return
         self._sizes, self.fusion, self.trials = sizes, self._config.first_fusion(), []
-        smallest, largest = self._config.search_mb or SEARCH_MB
-        largest = min(largest, max(sizes) / MIB)
         missing = missing_extra("tune", "fusion='bo'") if self._config.fusion == "bo" else None
         everyone = self._transport.gather_objects((torch.are_deterministic_algorithms_enabled(), missing))
         deterministic = any(wanted for wanted, _ in everyone) or any(copies_of(p.tensor) > 1 for p in parameters)
-        self.finished = self._transport.world_size == 1 or largest <= smallest or deterministic
+        self.finished = self._transport.world_size == 1 or deterministic
+        if search is None:
+            return
+        smallest, largest = self._config.search_mb or SEARCH_MB
+        largest = min(largest, max(sizes) / MIB)
+        self.finished |= largest <= smallest
         if not self.finished and (message := everyone[0][1]):
             self.finished = True
             if self._transport.rank == 0:
-                log.warning(f"{message}. Without it the buckets keep the size of bucket_mb={self._config.bucket_mb}.")
+                log.warning(f"{message}. Without it the buckets keep the size of bucket_mb={self.fusion.bucket_mb}.")
         if self.finished:
             return
         if self._transport.rank == 0:
             if self._config.search_mb is None:
                 smallest = min(smallest, largest / MOST_BUCKETS)
-            self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
+            self._search = search(self.fusion, smallest, largest, self._config.max_trials)
         self._begin_trial(self.fusion)
 
     def end_of_trial(self) -> bool:
@@ -225,6 +258,17 @@ class FusionTuner:
         """Drops the steps of the present trial, since the next ones take another time with the same buckets."""
         if self._decision is None:
             self._ends = []
+
+    @property
+    def wants_candidates(self) -> bool:
+        """Whether :meth:`compare` is to be called, now that a step was measured; the same on all ranks."""
+        return self._config.chooses_fusion and not (self.finished or self._compares)
+
+    def compare(self, candidates: Sequence[Fusion]) -> None:
+        """Begins to compare the first sizes with ``candidates``."""
+        self._compares = True
+        if self._transport.rank == 0:
+            self._search = Comparison(candidates)
 
     def change(self) -> bool:
         """Begins the next trial, or ends the search, and returns whether the buckets change; a collective call."""
@@ -261,7 +305,7 @@ class FusionTuner:
             return False
         best = fastest(self.trials).seconds if self.trials else math.inf
         clearly_worse = self._median() > CLEARLY_WORSE * best
-        return clearly_worse or num_steps >= self._config.trial_steps
+        return clearly_worse or num_steps >= (COMPARED_STEPS if self._compares else self._config.trial_steps)
 
     def _decide(self, search: FusionSearch, trials: list[Trial]) -> tuple[list[Trial], Fusion, bool]:
         """Returns all trials so far, the next fusion, and whether that is final."""

@@ -21,7 +21,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.buckets import IN_BUCKETS, FusedBucket, FusedBuckets
-from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.config import DeARConfig, Overlap
 from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
@@ -115,7 +115,7 @@ class DeAR(SyncMethod):
 
     @property
     def tuned(self) -> bool:
-        """Whether :attr:`fusion` is final: its search has ended, or there is none."""
+        """Whether :attr:`fusion` is final."""
         return self._tuner.finished
 
     @property
@@ -155,7 +155,10 @@ class DeAR(SyncMethod):
             self._set_parameters(self._agreed_parameters())
             self._fused.fuse(self._tuner.fusion)
             self._finish_backpipe(index)
-        if self._fused.plan_early_gathers():
+        if self._fused.measured:
+            if self._tuner.wants_candidates:
+                self._tuner.compare(self._fused.candidates())
+            self._fused.plan_early_gathers()
             self._tuner.restart_trial()
 
     def _may_start(self, parameter: Tensor) -> bool:
@@ -400,13 +403,14 @@ class DeAR(SyncMethod):
 
     @property
     def _effective_config(self) -> DeARConfig:
-        """The settings; several optimizers may step at different times, so that nothing is gathered before.
+        """The settings. Several optimizers may step at different times: nothing is gathered before, or simulated.
 
         What a replica of several ranks has divided already is not divided again.
         """
         config = self.config
-        if len(self.optimizers) > 1 and config.overlap == "eager":
-            config = replace(config, overlap="forward")
+        if len(self.optimizers) > 1:
+            overlap: Overlap = "forward" if config.overlap == "eager" else config.overlap
+            config = replace(config, overlap=overlap, fusion="buffer" if config.chooses_fusion else config.fusion)
         return config if self._sharded is None else replace(config, update="replicated")
 
     def _shape_settings(self) -> dict[str, Any]:

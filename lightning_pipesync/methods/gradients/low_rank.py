@@ -241,3 +241,14 @@ def is_factorized(shape: torch.Size, rank: int) -> bool:
         return False
     rows, columns = shape[0], shape[1:].numel()
     return rank * (rows + columns) < rows * columns
+
+
+def factor_bytes(shape: torch.Size, itemsize: int, rank: int) -> float:
+    """Returns the bytes of a factor of a gradient, the mean of P and Q; those of the gradient if it has none.
+
+    ``itemsize`` is that of its values, in bytes; those of 16 bits are sent in fp32.
+    """
+    width = max(4, itemsize)
+    if not is_factorized(shape, rank):
+        return width * shape.numel()
+    return width * rank * (shape[0] + shape[1:].numel()) / 2

@@ -16,7 +16,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipesync.methods.dear import DeAR, buckets
+from lightning_pipesync.methods.dear import DeAR
+from lightning_pipesync.methods.dear import schedule as dear_schedule
 from tests.quick.methods.test_dear import (
     Schedule,
     every_bucket_at_once,
@@ -214,7 +215,7 @@ def train(
     model = build()
     sync = method(model, optimizer_of(model), **settings)
     try:
-        with patch.object(buckets, "choose_early_gathers", schedule) if schedule else nullcontext():
+        with patch.object(dear_schedule, "choose_early_gathers", schedule) if schedule else nullcontext():
             loop(model, sync)
             sync.flush()
     except Exception:

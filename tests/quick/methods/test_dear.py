@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.methods.dear import DeAR, buckets
-from lightning_pipesync.methods.dear.early_gathers import BucketTimes, EarlyGathers
+from lightning_pipesync.methods.dear import DeAR
+from lightning_pipesync.methods.dear import schedule as dear_schedule
+from lightning_pipesync.methods.dear.schedule import BucketTimes, EarlyGathers
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_refused, on_ranks, raised
 from tests.support.lost_ranks import wait_for
@@ -116,7 +117,7 @@ def in_pieces(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGa
 
 def train_eagerly(schedule: Schedule, **settings: Any) -> tuple[dict[str, Tensor], float]:
     """Returns the weights, and the number of early all-gathers of a step."""
-    with patch.object(buckets, "choose_early_gathers", schedule):
+    with patch.object(dear_schedule, "choose_early_gathers", schedule):
         run = Run(DeAR, "adamw", update="replicated", fusion="none", **settings)
         run.steps(range(STEPS))
         run.sync.flush()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 
+from lightning_pipesync.core.buckets import MIB, Fusion, plan_buckets
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.lab.predictions.limits import StepCost
-from lightning_pipesync.methods.dear.early_gathers import (
+from lightning_pipesync.methods.dear.schedule import (
     BucketTimes,
     EarlyGathers,
+    MeasuredStep,
     choose_early_gathers,
     gathers_in_gaps,
     simulate_step,
@@ -109,3 +114,65 @@ def test_nothing_is_lost_on_another_network_than_was_measured(ratio: float) -> N
                 actual = [bucket.on(network) for bucket in measured]
                 paper = simulate_step(actual, 1.0, 2.0).seconds
                 assert simulate_step(actual, 1.0, 2.0, early).seconds <= paper, (sizes, network)
+
+
+# --- the sizes of buckets -----------------------------------------------------------------------------------------
+
+
+def measured_chain(num_layers: int, ratio: float, latency: float, large_first: bool = False) -> MeasuredStep:
+    """Equal layers, t_ff = 1 and t_bp = 2, of which the first may have a third of all values."""
+    numels = [1000] * num_layers
+    if large_first:
+        numels[0] = num_layers * 500
+    tensors = [torch.empty(numel, dtype=torch.uint8, device="meta") for numel in numels]
+    parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
+    per_byte = 1.5 * ratio / sum(numels)
+
+    def halves(members: Sequence[NamedParameter]) -> tuple[float, float]:
+        seconds = latency + per_byte * sum(member.tensor.numel() for member in members)
+        return seconds, seconds
+
+    ready = {id(t): 2 * (num_layers - i) / num_layers for i, t in enumerate(tensors)}
+    needed = {id(t): i / num_layers for i, t in enumerate(tensors)}
+    return MeasuredStep(parameters[::-1], ready, needed, halves, latency)
+
+
+def seconds_with(step: MeasuredStep, fusion: Fusion) -> float:
+    buckets = step.buckets(plan_buckets(step.parameters, fusion))
+    return simulate_step(buckets, 1.0, 2.0, step.early_gathers(buckets)).seconds
+
+
+@pytest.mark.parametrize("large_first", [False, True])
+@pytest.mark.parametrize("latency", [0.0, 1e-3, 3e-2])
+@pytest.mark.parametrize("ratio", [0.1, 0.4, 1.0, 4.0])
+def test_chosen_sizes_are_as_good_as_the_best_of_a_grid(ratio: float, latency: float, large_first: bool) -> None:
+    """Among all sizes of buckets and edges that double, on the network that was measured."""
+    step = measured_chain(60, ratio, latency, large_first)
+    total = sum(member.tensor.numel() for member in step.parameters) / MIB
+    grid = [Fusion(bucket_mb=total / 2**i, edge_mb=total / 2**j) for i in range(6) for j in range(i, i + 5)]
+    best = min(seconds_with(step, fusion) for fusion in grid)
+    assert seconds_with(step, step.candidates()[0]) < 1.02 * best
+
+
+def test_buckets_are_small_where_messages_are_cheap_and_at_the_ends() -> None:
+    cheap, costly = (measured_chain(60, 0.4, latency).candidates()[0] for latency in (1e-4, 0.3))
+    numbers = [len(plan_buckets(measured_chain(60, 0.4, 0.0).parameters, fusion)) for fusion in (cheap, costly)]
+    assert numbers[0] > 4 > numbers[1]
+    assert cheap.edge_mb is not None
+    assert cheap.bucket_mb is not None
+    assert cheap.edge_mb < cheap.bucket_mb
+
+
+def test_some_candidates_have_fewer_buckets_since_a_bucket_may_cost_more_than_latency() -> None:
+    step = measured_chain(60, 0.4, 3e-3)
+    numbers = [len(plan_buckets(step.parameters, fusion)) for fusion in step.candidates()]
+    assert len(numbers) == 3
+    assert numbers == sorted(set(numbers), reverse=True)
+
+
+def test_parameters_that_were_not_seen_are_ready_last_and_needed_first() -> None:
+    step = measured_chain(4, 1.0, 0.0)
+    seen = replace(step, ready={}, needed={})
+    for bucket in seen.buckets([[parameter] for parameter in step.parameters]):
+        assert (bucket.ready, bucket.needed) == (0.0, 0.0)
+    assert len(plan_buckets(step.parameters, seen.candidates()[0])) == 1

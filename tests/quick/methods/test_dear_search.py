@@ -1,4 +1,4 @@
-"""DeAR's search for the best bucket size: what it tries, and that weights stay DDP's while buckets change."""
+"""DeAR finds the best bucket sizes: what it tries, and that weights stay DDP's while buckets change."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.methods.dear import DeAR
+from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fusion_search import SEARCHES, Trial
+from lightning_pipesync.methods.dear.schedule import MeasuredStep
 from tests.support.case_table import launch_cases
 from tests.support.method_runs import backwards
 from tests.support.models import Averaged, Run, assert_same, state
@@ -71,6 +74,63 @@ def assert_only_buckets_change(optimizer: str, world_size: int, settings: dict[s
 
 def test_buckets_change_and_nothing_else_does() -> None:
     assert_only_buckets_change("adamw", 2, {"fusion": "bo", "update": "sharded"})
+
+
+SIZES = [Fusion(bucket_mb=2e-4, edge_mb=1e-4), Fusion(bucket_mb=1e-4, edge_mb=5e-5)]
+
+
+def train_with_simulated_sizes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains with sizes that a simulation on rank 0 has found; resumes in the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeasuredStep, "candidates", lambda step: SIZES if torch.distributed.get_rank() == 0 else [])
+        run = Run(DeAR, "adamw", backwards(), **settings)
+        fusions, tuned = [], []
+        for number in range(STEPS):
+            fusions.append(run.sync.fusion)
+            tuned.append(run.sync.tuned)
+            step(run, number)
+        planned, trials, saved = run.sync.planned, run.sync.trials, run.sync.state_dict()
+        fresh = Run(DeAR, "adamw", backwards(), **settings)
+        fresh.sync.load_state_dict(saved)
+        resumed = fresh.sync.fusion, fresh.sync.tuned
+        fresh.sync.detach()
+        shown = {"fusions": fusions, "tuned": tuned, "planned": planned, "trials": trials, "resumed": resumed}
+        return {"weights": run.end(), **shown}
+
+
+def average_plainly() -> dict[str, Any]:
+    run = Run(Averaged, "adamw", backwards())
+    run.steps(range(STEPS))
+    return state(run.model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": "none"}, {"update": "sharded"}, {"compression": "int8"}])
+def test_the_best_of_simulated_sizes_stays(settings: dict[str, Any]) -> None:
+    """All ranks compare the first size with each, once; the weights stay DDP's."""
+    cases = {"plain": average_plainly, "dear": partial(train_with_simulated_sizes, settings)}
+    outcomes = launch_cases(cases, 2)
+    for outcome in outcomes["dear"]:
+        assert [trial.fusion for trial in outcome["trials"]] == [Fusion(bucket_mb=25.0), *SIZES]
+        best = min(outcome["trials"], key=lambda trial: trial.seconds).fusion
+        fusions = outcome["fusions"]
+        assert fusions == outcomes["dear"][0]["fusions"]
+        assert fusions[:5] == [Fusion(bucket_mb=25.0)] * 5, "one warm-up, three measured, the step that ends them"
+        assert list(dict.fromkeys(fusions)) == [Fusion(bucket_mb=25.0), *SIZES]
+        assert fusions[-1] == best
+        assert outcome["tuned"] == sorted(outcome["tuned"])
+        assert outcome["tuned"][-1]
+        assert outcome["planned"], "all-gathers under backward are chosen for the last buckets"
+        assert outcome["resumed"] == (best, True)
+        assert_same(outcome["weights"], outcomes["dear"][0]["weights"])
+        if "compression" not in settings:
+            assert_same(outcome["weights"], outcomes["plain"][0])
+
+
+def test_sizes_that_are_set_are_not_chosen() -> None:
+    for settings in ({"bucket_mb": 3.0}, {"edge_mb": 1.0}, {"fusion": "layers"}):
+        assert not DeARConfig(**settings).chooses_fusion
+    assert DeARConfig(bucket_mb=3.0).first_fusion() == Fusion(bucket_mb=3.0)
+    assert DeARConfig(edge_mb=1.0).first_fusion() == Fusion(bucket_mb=25.0, edge_mb=1.0)
 
 
 @pytest.mark.parametrize("kind", ["random", "grid"])

@@ -28,7 +28,8 @@ IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
     ("pipe_sgd", {"segments": 3, "pipeline_level": 2}, set()),
     ("pipe_sgd", {"staleness": 0, "drain": True, "warmup_steps": 5}, {"drain", "warmup_steps"}),
     ("pipe_sgd", {"error_feedback": False}, set()),  # it does drop nothing
-    ("dear", {"num_layers": 2, "edge_mb": 1.0, "max_trials": 3}, {"num_layers"}),
+    ("dear", {"num_layers": 2, "fusion": "bo", "edge_mb": 1.0, "max_trials": 3}, {"num_layers"}),
+    ("dear", {"bucket_mb": 2.0, "max_trials": 3}, {"max_trials"}),
     ("dear", {"fusion": "layers", "num_layers": 2, "edge_mb": 1.0}, {"edge_mb"}),
     ("dear", {"fusion": "none", "bucket_mb": 1.0, "trial_steps": 5}, {"bucket_mb", "trial_steps"}),
     ("dear", {"fusion": "buffer", "search_mb": (2.0, 3.0)}, {"search_mb"}),

@@ -51,6 +51,7 @@ def method_with(**attributes: Any) -> Any:
         (method_with(name=None), "Own has no name: set name ="),
         (method_with(name="dear"), "name='dear' is that of DeAR"),
         (type("Own", (LocalSGD,), {}), "name='local_sgd' is that of LocalSGD"),
+        (type("LocalSGD", (LocalSGD,), {"name": "own"}), "LocalSGD is the class of another method.*rename"),
         (method_with(config_type=None), "Own has no config_type"),
         (method_with(config_type=OfOthers), "Own has no config_type.*inherits from Settings"),
         (method_with(config_type=NotFrozen), "config_type=NotFrozen is no frozen dataclass"),
