@@ -18,7 +18,7 @@ from lightning_pipesync.lab.bench.benchmark import Command
 from lightning_pipesync.lab.bench.tables import environment, table
 from lightning_pipesync.lab.bench.timing import timed
 
-NAMES = ("none", "bf16", "fp16", "truncate16", "fp8", "int8", "int4", "topk", "chunked_topk")
+NAMES = ("none", "bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk")
 OPERATIONS = ("encode", "decode", "decode_add", "feedback")
 Jobs = dict[tuple[str, str], Callable[[], object]]
 

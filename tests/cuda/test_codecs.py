@@ -23,6 +23,8 @@ def assert_same_values(name: str, source: Tensor, decoded: Tensor, expected: Ten
         assert ((decoded.cpu() - source.float()).abs() <= bound).all()
     elif name == "int4" and source.numel():
         assert ((decoded.cpu() - source.float()).abs() <= chunk_scales(source, 256, 7) * 0.50002).all()
+    elif name == "int2" and source.numel():
+        assert ((decoded.cpu() - source.float()).abs() <= chunk_scales(source, 256, 3) * 1.0001).all()
     elif name in ("topk", "chunked_topk"):  # which of equal magnitudes are kept is unspecified
         assert torch.equal(decoded.abs().sort().values.cpu(), expected.abs().sort().values)
     else:
@@ -80,6 +82,6 @@ def test_feedback_is_that_of_the_cpu(name: str, dtype: torch.dtype) -> None:
                 codec.decode_add(wire, total, dtype)
     (on_cpu, on_device), (cpu_total, device_total) = residuals, received
     torch.testing.assert_close(device_total.cpu() + on_device.cpu(), sent, rtol=0, atol=2e-4)
-    if name not in ("fp8", "int8", "int4", "topk", "chunked_topk"):
+    if name not in ("fp8", "int8", "int4", "int2", "topk", "chunked_topk"):
         assert torch.equal(on_device.cpu(), on_cpu)
         assert torch.equal(device_total.cpu(), cpu_total)

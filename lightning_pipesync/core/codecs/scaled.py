@@ -9,106 +9,140 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.codecs.blocks import as_dtype, blocks, scratch, works_in_blocks
+from lightning_pipesync.core.codecs.blocks import blocks, scratch
 from lightning_pipesync.core.codecs.codec import Codec
+
+TINY = torch.finfo(torch.float32).tiny
+MAGIC = 1.5 * 2**23
+"""Beyond 2**23 fp32 has whole numbers only: a sum with this one is rounded to one, which its lowest bits are."""
+
+
+def operand(number: float, dtype: torch.dtype) -> Tensor:
+    """Returns a number for operations on any device, which take 2 us less than with a number of Python's."""
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+TWO, THREE, FOUR, EIGHT = (operand(number, torch.int8) for number in (2, 3, 4, 8))
+SIGNIFICAND_17, LOWEST_TWO_BITS = (operand(number, torch.int32) for number in (-128, 0x03030303))
+EIGHTH_BIT, SIGN_AND_E4M3 = (operand(number, torch.int16) for number in (128, 0x3F80 - 0x8000))
+FP16_BIAS = operand(2**8, torch.float32)
 
 
 class ScaledChunks(Codec):
     """Chunks of ``CHUNK`` values, the last of which may be shorter, as numbers from ``-LEVELS`` to ``LEVELS`` scales.
 
-    Wire: for each chunk its scale, its largest magnitude / ``LEVELS``, and never below the smallest normal fp32 number;
-    then the values in a whole number of bytes.
+    Wire: for each chunk its scale, its largest magnitude / ``LEVELS``, and never below the smallest normal fp32 number,
+    without the 7 lowest bits, so that all products with it are exact; then the bytes of each chunk. Their n-th one
+    holds the n-th value of each of the ``PARTS`` equal parts of the chunk. A last short chunk is encoded as if zeros
+    followed; bytes of nothing but these are left out.
     """
 
     CHUNK: ClassVar[int]
     LEVELS: ClassVar[float]
+    PARTS: ClassVar[int] = 1
 
     @abstractmethod
+    def pack(self, chunks: Tensor, reciprocal: Tensor, packed: Tensor) -> None:
+        """Rounds ``chunks`` times ``reciprocal``, of which a scale is 1, and writes them to the bytes of chunks."""
+
+    @abstractmethod
+    def unpack(self, packed: Tensor, scale: Tensor, chunks: Tensor) -> Tensor:
+        """Overwrites ``chunks`` with the numbers in these bytes, and returns what they are to be multiplied by."""
+
     def value_bytes(self, numel: int) -> int:
         """Returns the bytes of the quantized values."""
-
-    @abstractmethod
-    def pack(self, scaled: Tensor, packed: Tensor) -> None:
-        """Rounds values in fp32, of which a scale is 1, and writes them to bytes; ``scaled`` may change."""
-
-    @abstractmethod
-    def unpack(self, packed: Tensor, values: Tensor) -> None:
-        """Overwrites fp32 ``values`` with the numbers in these bytes."""
+        chunk_bytes = self.CHUNK // self.PARTS
+        return numel // self.CHUNK * chunk_bytes + min(numel % self.CHUNK, chunk_bytes)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         self._require_floating_point(dtype)
         return 4 * self._num_chunks(numel) + self.value_bytes(numel)
 
     def encode(self, source: Tensor, wire: Tensor) -> None:
-        for block, scale, packed in self._blocks(source, wire):
-            values = as_dtype(source[..., block], torch.float32)
-            chunks = self._padded(values, scale).unflatten(-1, (scale.shape[-1], -1))
+        for values, scale, packed in self._blocks(source, wire):
+            chunks = whole_chunks(values, self.CHUNK, torch.float32)
             # amax and amin are several times faster than an infinity norm, and also keep a NaN.
-            torch.maximum(chunks.amax(-1), chunks.amin(-1).neg_(), out=scale)
-            scale.div_(self.LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
-            # If the values are scratch themselves, this is the same memory, and the multiplication is in place.
-            scaled = scratch(chunks, torch.float32)
-            torch.mul(chunks, scale.reciprocal().unsqueeze(-1), out=scaled)
-            self.pack(scaled.flatten(-2)[..., : values.shape[-1]], packed)
+            torch.maximum(chunks.amax(-1, True), chunks.amin(-1, True).neg_(), out=scale)
+            scale.div_(self.LEVELS).clamp_min_(TINY).view(torch.int32).bitwise_and_(SIGNIFICAND_17)
+            all_packed = whole_chunks(packed, self.CHUNK // self.PARTS, torch.uint8)
+            self.pack(chunks, scale.reciprocal(), all_packed)
+            copy_back(all_packed, packed)
 
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
-        for block, scale, packed in self._blocks(target, wire):
-            into = target[..., block]
-            values = self._decoded(scale, packed, into if into.dtype == torch.float32 else scratch(into, torch.float32))
-            if values is not into:
-                into.copy_(values)
+        for values, scale, packed in self._blocks(target, wire):
+            chunks = whole_chunks(values, self.CHUNK, torch.float32, filled=False)
+            chunks.mul_(self._unpacked(packed, scale, chunks))
+            copy_back(chunks, values)
 
     def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype, alpha: float = 1) -> None:
-        for block, scale, packed in self._blocks(accumulator, wire):
-            values = scratch(accumulator[..., block], torch.float32)
-            accumulator[..., block].add_(self._decoded(scale, packed, values), alpha=alpha)
+        for values, scale, packed in self._blocks(accumulator, wire):
+            chunks = scratch((*scale.shape[:-1], self.CHUNK), torch.float32, values.device)
+            factor = self._unpacked(packed, scale, chunks)
+            if is_whole(values, chunks) and abs(alpha) == 1:
+                values.view(chunks.shape).addcmul_(chunks, factor, value=alpha)  # one pass: the products are exact
+            else:
+                values.add_(chunks.mul_(factor).flatten(-2)[..., : values.shape[-1]], alpha=alpha)
 
-    def _decoded(self, scale: Tensor, packed: Tensor, values: Tensor) -> Tensor:
-        self.unpack(packed, values)
-        scales = scale.unsqueeze(-1)
-        if self._missing(values, scale):
-            return values.mul_(scales.expand(*scale.shape, self.CHUNK).flatten(-2)[..., : values.shape[-1]])
-        values.unflatten(-1, (scale.shape[-1], -1)).mul_(scales)
-        return values
-
-    def _padded(self, values: Tensor, scale: Tensor) -> Tensor:
-        missing = self._missing(values, scale)
-        return torch.nn.functional.pad(values, (0, missing)) if missing else values
-
-    def _missing(self, values: Tensor, scale: Tensor) -> int:
-        """Returns how many values a last short chunk lacks; a block of one chunk is whole."""
-        return scale.shape[-1] * self.CHUNK - values.shape[-1] if scale.shape[-1] > 1 else 0
+    def _unpacked(self, packed: Tensor, scale: Tensor, chunks: Tensor) -> Tensor:
+        return self.unpack(whole_chunks(packed, self.CHUNK // self.PARTS, torch.uint8), scale, chunks)
 
     def _num_chunks(self, numel: int) -> int:
         return -(-numel // self.CHUNK)
 
-    def _blocks(self, values: Tensor, wire: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields which values form each block, their scales and their bytes.
+    def _scales(self, wire: Tensor, numel: int) -> Tensor:
+        return wire[..., : 4 * self._num_chunks(numel)].view(torch.float32).unsqueeze(-1)
 
-        Where they are several, a last short chunk is its own block.
-        """
+    def _blocks(self, values: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields the values of each block, their scales, shape ``[..., chunks, 1]``, and their bytes."""
         numel = values.shape[-1]
-        scales, packed = wire.split([4 * self._num_chunks(numel), self.value_bytes(numel)], dim=-1)
-        whole = numel // self.CHUNK * self.CHUNK if works_in_blocks(values) else numel
-        for block in [*blocks(values[..., :whole]), slice(whole, numel)]:
-            if block.start < block.stop:
-                chunks = slice(block.start // self.CHUNK, self._num_chunks(block.stop))
-                place = slice(self.value_bytes(block.start), self.value_bytes(block.stop))
-                yield block, scales.view(torch.float32)[..., chunks], packed[..., place]
+        scales, packed = self._scales(wire, numel), wire[..., 4 * self._num_chunks(numel) :]
+        for block in blocks(values):
+            if block.stop - block.start == numel:  # a small tensor, for which three slices take long
+                yield values, scales, packed
+                return
+            chunks = slice(block.start // self.CHUNK, self._num_chunks(block.stop))
+            place = slice(self.value_bytes(block.start), self.value_bytes(block.stop))
+            yield values[..., block], scales[..., chunks, :], packed[..., place]
 
 
-def pack_two_bits(numbers: Tensor, packed: Tensor) -> None:
-    """Writes numbers from 0 to 3, uint8, to bytes, the first of four in the lowest bits; zeros follow the last."""
-    if missing := -numbers.shape[-1] % 4:
-        numbers = torch.nn.functional.pad(numbers, (0, missing))
-    first, second, third, fourth = (numbers[..., place::4] << 2 * place for place in range(4))
-    torch.bitwise_or(first | second, third | fourth, out=packed)
+def is_whole(flat: Tensor, chunks: Tensor) -> bool:
+    """Returns whether ``flat`` is what whole chunks are, but for its shape."""
+    return flat.dtype == chunks.dtype and flat.numel() == chunks.numel()
 
 
-def unpack_two_bits(packed: Tensor) -> Tensor:
-    """Returns the numbers in these bytes, uint8, four of each."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(-1) >> shifts).flatten(-2) & 3
+def whole_chunks(flat: Tensor, size: int, dtype: torch.dtype, filled: bool = True) -> Tensor:
+    """Returns whole chunks, shape ``[..., chunks, size]``: of ``flat`` itself, or in scratch, padded with zeros."""
+    numel = flat.shape[-1]
+    if flat.dtype != dtype or numel % size:
+        padded = scratch((*flat.shape[:-1], -(-numel // size) * size), dtype, flat.device)
+        if filled:
+            padded[..., :numel].copy_(flat)
+            padded[..., numel:].zero_()
+        flat = padded
+    return flat.unflatten(-1, (-1, size))
+
+
+def copy_back(chunks: Tensor, flat: Tensor) -> None:
+    """Copies whole chunks to ``flat``, if they are not that already."""
+    if not is_whole(flat, chunks):
+        flat.copy_(chunks.flatten(-2)[..., : flat.shape[-1]])
+
+
+def rounded(chunks: Tensor, reciprocal: Tensor) -> Tensor:
+    """Returns int32 whose lowest bytes are ``chunks`` times ``reciprocal``, rounded half to even."""
+    return multiplied_and_added(chunks, reciprocal, 1, MAGIC).view(torch.int32)
+
+
+def multiplied_and_added(chunks: Tensor, reciprocal: Tensor, factor: float, addend: float) -> Tensor:
+    """Returns ``factor * chunks * reciprocal + addend`` in scratch, in one pass; processors may round but the sum."""
+    # Beside a factor for each chunk, one addend that is not a row would make addcmul five times slower.
+    row, sums = chunks.new_full(chunks.shape[-1:], addend), scratch(chunks.shape, torch.float32, chunks.device)
+    return torch.addcmul(row, chunks, reciprocal, value=factor, out=sums)
+
+
+def parts_of(chunks: Tensor, number: int) -> tuple[Tensor, ...]:
+    """Returns the equal parts of each chunk, shapes ``[..., chunks, n / number]``."""
+    return chunks.unflatten(-1, (number, -1)).unbind(-2)
 
 
 class Int8(ScaledChunks):
@@ -116,80 +150,84 @@ class Int8(ScaledChunks):
 
     Wire: for each chunk a scale in fp32, its largest magnitude / 127; then for each value round(value / scale) in int8.
     The error is at most half a scale. The scale is never below the smallest normal fp32 number, so a chunk of
-    subnormals rounds to zero or to that. A chunk with a NaN or an infinity decodes to NaNs and infinities everywhere;
-    the largest fp32 number itself counts as an infinity, because 127 scales may exceed it.
+    subnormals rounds to zero or to that. A chunk with a NaN or an infinity decodes to NaNs and infinities everywhere.
     """
 
     name = "int8"
     CHUNK = 1024
     LEVELS = 127
 
-    def value_bytes(self, numel: int) -> int:
-        return numel
+    def pack(self, chunks: Tensor, reciprocal: Tensor, packed: Tensor) -> None:
+        packed.copy_(rounded(chunks, reciprocal))
 
-    def pack(self, scaled: Tensor, packed: Tensor) -> None:
-        packed.view(torch.int8).copy_(scaled.round_())
-
-    def unpack(self, packed: Tensor, values: Tensor) -> None:
-        values.copy_(packed.view(torch.int8))
+    def unpack(self, packed: Tensor, scale: Tensor, chunks: Tensor) -> Tensor:
+        chunks.copy_(packed.view(torch.int8))
+        return scale
 
 
 class Int4(ScaledChunks):
     """Scalar 4-bit quantization: chunks of 256 values, the last of which may be shorter.
 
-    Wire: for each chunk a scale in fp32, its largest magnitude / 7; then for each value round(value / scale) + 8 in
-    four bits, the even one of two neighbors in the low bits. The error is at most half a scale. A chunk with a NaN or
-    an infinity decodes to NaNs and infinities everywhere; so does one with magnitudes near the largest fp32 number.
+    Wire: for each chunk a scale in fp32, its largest magnitude / 7; then in the n-th byte of a chunk, of the n-th value
+    of its first half and that of its second, round(first / scale) + 16 round(second / scale) in int8. The error is at
+    most half a scale. A chunk with a NaN or an infinity decodes to NaNs and infinities everywhere.
     """
 
     name = "int4"
     CHUNK = 256
     LEVELS = 7
+    PARTS = 2
 
-    def value_bytes(self, numel: int) -> int:
-        return -(-numel // 2)
+    def pack(self, chunks: Tensor, reciprocal: Tensor, packed: Tensor) -> None:
+        numbers = scratch(chunks.shape, torch.int8, chunks.device).copy_(rounded(chunks, reciprocal))
+        first, second = parts_of(numbers, 2)
+        torch.add(first, second, alpha=16, out=packed.view(torch.int8))
 
-    def pack(self, scaled: Tensor, packed: Tensor) -> None:
-        nibbles = scaled.round_().clamp_(-self.LEVELS, self.LEVELS).add_(8).to(torch.uint8).bitwise_and_(15)
-        if nibbles.shape[-1] % 2:
-            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-        torch.bitwise_or(nibbles[..., 0::2], nibbles[..., 1::2] << 4, out=packed)
-
-    def unpack(self, packed: Tensor, values: Tensor) -> None:
-        nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., : values.shape[-1]]
-        values.copy_(nibbles).sub_(8)
+    def unpack(self, packed: Tensor, scale: Tensor, chunks: Tensor) -> Tensor:
+        numbers, packed = scratch(chunks.shape, torch.int8, chunks.device), packed.view(torch.int8)
+        first, second = parts_of(numbers, 2)
+        torch.add(packed, EIGHT, out=second).bitwise_right_shift_(FOUR)
+        torch.sub(packed, second, alpha=16, out=first)
+        chunks.copy_(numbers)
+        return scale
 
 
 class Int2(ScaledChunks):
     """Linear 2-bit quantization (MuLoCo): chunks of 256 values, the last of which may be shorter.
 
-    Wire: for each chunk a scale in fp32, its largest magnitude / 1.5; then for each value round(value / scale + 1.5),
-    which is 0 to 3, in two bits, the first of four neighbors in the lowest. So a value decodes to the largest magnitude
-    of its chunk or to a third of it, with either sign, and the error is at most a third. No level is zero, but a chunk
-    of zeros, or of subnormals, has a scale of zero. Use it with error feedback. A chunk with a NaN or an infinity
-    decodes to NaNs and infinities everywhere; so does one with magnitudes near the largest fp32 number. Where the
-    processor flushes denormals, a chunk with a magnitude above 1.27e38 loses its signs.
+    Wire: for each chunk a scale in fp32, a third of its largest magnitude; then for each value which of -3, -1, 1 and 3
+    scales is nearest, as 0 to 3, in two bits: those of the first quarter of the chunk in the lowest bits of its bytes.
+    So a value decodes to the largest magnitude of its chunk or to a third of it, with either sign, and the error is at
+    most a third. No level is zero, but a chunk of zeros, or of subnormals, has a scale of zero. Use it with error
+    feedback. A chunk with a NaN or an infinity decodes to NaNs and infinities everywhere. Where the processor flushes
+    denormals, a chunk with a magnitude above 2.5e38 loses its signs.
     """
 
     name = "int2"
     CHUNK = 256
-    LEVELS = 1.5
+    LEVELS = 3
+    PARTS = 4
     reach = CHUNK - 1
-
-    def value_bytes(self, numel: int) -> int:
-        return -(-numel // 4)
 
     def encode(self, source: Tensor, wire: Tensor) -> None:
         super().encode(source, wire)
-        for _, scale, _ in self._blocks(source, wire):
-            scale.masked_fill_(scale <= torch.finfo(torch.float32).tiny, 0.0)
+        torch.threshold_(self._scales(wire, source.shape[-1]), TINY, 0.0)
 
-    def pack(self, scaled: Tensor, packed: Tensor) -> None:
-        codes = scaled.add_(self.LEVELS).round_().clamp_(0, 3).to(torch.uint8).bitwise_and_(3)
-        pack_two_bits(codes, packed)
+    def pack(self, chunks: Tensor, reciprocal: Tensor, packed: Tensor) -> None:
+        codes = scratch(chunks.shape, torch.int8, chunks.device)
+        codes.copy_(multiplied_and_added(chunks, reciprocal, 0.5, 2))  # which truncates
+        first, second, third, fourth = parts_of(codes, 4)
+        first.add_(second, alpha=4)
+        third.add_(fourth, alpha=4)
+        torch.add(first, third, alpha=16, out=packed.view(torch.int8))
 
-    def unpack(self, packed: Tensor, values: Tensor) -> None:
-        values.copy_(unpack_two_bits(packed)[..., : values.shape[-1]]).sub_(self.LEVELS)
+    def unpack(self, packed: Tensor, scale: Tensor, chunks: Tensor) -> Tensor:
+        codes = scratch(chunks.shape, torch.int8, chunks.device)
+        shifts = torch.arange(0, 8, 2, dtype=torch.int32, device=packed.device).unsqueeze(-1)
+        words, parts = packed.view(torch.int32).unsqueeze(-2), codes.view(torch.int32).unflatten(-1, (4, -1))
+        torch.bitwise_right_shift(words, shifts, out=parts).bitwise_and_(LOWEST_TWO_BITS)
+        chunks.copy_(codes.mul_(TWO).sub_(THREE))
+        return scale
 
 
 class FP8(ScaledChunks):
@@ -199,18 +237,19 @@ class FP8(ScaledChunks):
     value / scale in e4m3, rounded to nearest. The relative error is at most 2^-4 down to 2^-6 scales, and below that
     the error is at most 2^-10 scales: less than that of int8 for the many small values of a gradient, more for the few
     large ones. The scale is never below the smallest normal fp32 number. A chunk with a NaN or an infinity decodes to
-    NaNs everywhere; values near the largest fp32 number may become infinite.
+    NaNs and infinities everywhere.
     """
 
     name = "fp8"
     CHUNK = 1024
     LEVELS = 448
 
-    def value_bytes(self, numel: int) -> int:
-        return numel
+    def pack(self, chunks: Tensor, reciprocal: Tensor, packed: Tensor) -> None:
+        scaled = scratch(chunks.shape, torch.float32, chunks.device)
+        packed.view(torch.float8_e4m3fn).copy_(torch.mul(chunks, reciprocal, out=scaled))
 
-    def pack(self, scaled: Tensor, packed: Tensor) -> None:
-        packed.view(torch.float8_e4m3fn).copy_(scaled)
-
-    def unpack(self, packed: Tensor, values: Tensor) -> None:
-        values.copy_(packed.view(torch.float8_e4m3fn))
+    def unpack(self, packed: Tensor, scale: Tensor, chunks: Tensor) -> Tensor:
+        # torch's conversion is ten times slower. The bits are those of fp16 with fewer zeros, of 2**8 times the value.
+        halves = scratch(chunks.shape, torch.int16, chunks.device).copy_(packed.view(torch.int8))
+        chunks.copy_(halves.mul_(EIGHTH_BIT).bitwise_and_(SIGN_AND_E4M3).view(torch.float16))
+        return scale * FP16_BIAS

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_pipesync.core.codecs.blocks import works_in_blocks
 from lightning_pipesync.core.codecs.codec import Codec
-from lightning_pipesync.core.codecs.scaled import pack_two_bits, unpack_two_bits
 
 
 @dataclass(frozen=True)
@@ -184,3 +183,17 @@ class ChunkedTopK(Codec):
                 missing = (end - begin) * self.CHUNK - block.shape[-1]
                 padded = torch.nn.functional.pad(block, (0, missing)) if missing else block
                 yield slice(begin, end), padded.unflatten(-1, (end - begin, self.CHUNK))
+
+
+def pack_two_bits(numbers: Tensor, packed: Tensor) -> None:
+    """Writes numbers from 0 to 3, uint8, to bytes, the first of four in the lowest bits; zeros follow the last."""
+    if missing := -numbers.shape[-1] % 4:
+        numbers = torch.nn.functional.pad(numbers, (0, missing))
+    first, second, third, fourth = (numbers[..., place::4] << 2 * place for place in range(4))
+    torch.bitwise_or(first | second, third | fourth, out=packed)
+
+
+def unpack_two_bits(packed: Tensor) -> Tensor:
+    """Returns the numbers in these bytes, uint8, four of each."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-1) >> shifts).flatten(-2) & 3

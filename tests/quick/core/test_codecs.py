@@ -26,9 +26,9 @@ from lightning_pipesync.core.codecs import (
     Truncate16,
     blocks,
     get_codec,
-    scaled,
     sparse,
 )
+from lightning_pipesync.core.codecs.scaled import ScaledChunks
 from lightning_pipesync.core.feedback import encode_with_feedback
 
 NAMES = ["none", "bf16", "fp16", "truncate16", "fp8", "int8", "int4", "int2", "topk", "chunked_topk"]
@@ -171,7 +171,7 @@ def test_rows_are_encoded_one_by_one(
         each_decoded = torch.stack([round_trip(codec, row, torch.float32) for row in rows])
         expected = accumulator + each_decoded
         with monkeypatch.context() as patched:
-            for module in (blocks, sparse, scaled):
+            for module in (blocks, sparse):
                 patched.setattr(module, "works_in_blocks", lambda _: in_blocks)
             codec.encode(rows, wires)
             codec.decode(wires, decoded, dtype)
@@ -333,12 +333,47 @@ def test_int8_scale_is_never_subnormal(largest: float) -> None:
     assert wire[4:].view(torch.int8).tolist() == [round(largest / TINY), -round(largest / TINY)]
 
 
-def test_int2_wire_is_scales_and_then_codes() -> None:
-    source = torch.cat([torch.tensor([3.0, -3.0, 1.9, 2.1, 0.1, -0.1, -1.9, -2.1]), torch.zeros(248 + 256)])
+def test_fp8_decodes_as_torch_does() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes & 127 != 127]  # NaNs, which come from the scale
+    for scale in (1.0, 3.0, TINY):
+        wire = torch.cat([torch.tensor([scale]).view(torch.uint8), codes])
+        decoded = torch.empty(254)
+        FP8().decode(wire, decoded, torch.float32)
+        assert torch.equal(decoded, codes.view(torch.float8_e4m3fn).float() * scale)
+
+
+@pytest.mark.parametrize("codec", [FP8(), Int8(), Int4(), Int2()], ids=repr)
+def test_products_with_scales_are_exact(codec: ScaledChunks) -> None:
+    """So it does not matter whether a processor rounds them before it adds them."""
+    source = random(5000)
+    scales = encoded(codec, source)[: 4 * -(-5000 // codec.CHUNK)].view(torch.float32)
+    assert not (scales.view(torch.int32) & 127).any()
+    numbers = round_trip(codec, source).double() / scales.double().repeat_interleave(codec.CHUNK)[:5000]
+    assert numbers.abs().max() == codec.LEVELS
+    assert torch.equal(numbers * 512, (numbers * 512).round())
+
+
+def test_int4_wire_is_scales_and_then_halves_of_chunks() -> None:
+    source = torch.zeros(256 + 130)
+    source[[0, 1, 127, 128, 129, 255]] = torch.tensor([14.0, -6.0, 2.0, 0.0, -14.0, 3.0])
+    source[[256, 383, 384, 385]] = torch.tensor([7.0, -1.0, -7.0, 1.0])
+    wire = encoded(Int4(), source)
+    assert wire[:8].view(torch.float32).tolist() == [2.0, 1.0]
+    numbers = wire[8:].view(torch.int8)
+    assert numbers[[0, 1, 127]].tolist() == [7 + 16 * 0, -3 + 16 * -7, 1 + 16 * 2]  # 1.5 is rounded to even
+    assert numbers[[128, 129, 255]].tolist() == [7 + 16 * -7, 0 + 16 * 1, -1]
+
+
+def test_int2_wire_is_scales_and_then_quarters_of_chunks() -> None:
+    source = torch.zeros(256 + 256)
+    source[[0, 64, 128, 192, 1, 65, 129, 193]] = torch.tensor([3.0, -3.0, 1.9, 2.1, 0.1, -0.1, -1.9, -2.1])
     wire = encoded(Int2(), source)
-    assert wire[:8].view(torch.float32).tolist() == [2.0, 0.0], "a chunk of zeros has no other scale"
+    assert wire[:8].view(torch.float32).tolist() == [1.0, 0.0], "a chunk of zeros has no other scale"
     assert wire[8:10].tolist() == [3 | 0 << 2 | 2 << 4 | 3 << 6, 2 | 1 << 2 | 1 << 4 | 0 << 6]
-    assert round_trip(Int2(), source)[:8].tolist() == [3.0, -3.0, 1.0, 3.0, 1.0, -1.0, -1.0, -3.0]
+    decoded = round_trip(Int2(), source)
+    assert decoded[[0, 64, 128, 192]].tolist() == [3.0, -3.0, 1.0, 3.0]
+    assert decoded[[1, 65, 129, 193]].tolist() == [1.0, -1.0, -1.0, -3.0]
 
 
 @pytest.mark.parametrize("numel", SIZES[1:])

@@ -1,11 +1,12 @@
 """Values in memory, as kernels load and store them.
 
 [Note: kernels] A kernel does in one launch, over all shards, what torch operations do in many. Its bits are those of
-torch operations on the CPU: quotients are rounded to nearest, a product and a sum are never contracted, wires are
-summed in their order, and nothing is added atomically. Torch on CUDA multiplies by a reciprocal instead of dividing, so
-there the last bit of a scale, and with it a value by one step, may differ. Which of equal magnitudes top-k keeps, and
-in which order, may differ too. The wire format is the same, and every rank decodes the same bytes to the same values,
-so weights stay equal also where some ranks have no Triton. Offsets are int64.
+torch operations on the CPU: quotients are rounded to nearest, wires are summed in their order, and nothing is added
+atomically. A product and a sum are contracted where int8, int4 and int2 round values, as torch does on processors that
+can, and nowhere else. Torch on CUDA multiplies by a reciprocal instead of dividing, so there the last bits of a scale,
+and with it a value by one step, may differ. Which of equal magnitudes top-k keeps, and in which order, may differ too.
+The wire format is the same, and every rank decodes the same bytes to the same values, so weights stay equal also where
+some ranks have no Triton. Offsets are int64.
 
 Kernels see bfloat16 as int16 and round it by themselves: alike on every device, and in Triton's interpreter, which
 would truncate.

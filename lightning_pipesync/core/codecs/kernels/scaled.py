@@ -18,9 +18,21 @@ from lightning_pipesync.core.codecs.scaled import ScaledChunks
 
 
 @triton.jit
-def nearest(values):
-    """Returns whole numbers, half to even: beyond 2**23 fp32 has no others, so that a sum is rounded to one."""
-    return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+def product_and(addend: tl.constexpr, values, factor):
+    """Returns, in fp64, the exact product and a sum: the CPU contracts both to one instruction."""
+    return values.to(tl.float64) * factor.to(tl.float64) + addend
+
+
+@triton.jit
+def by_parts(parts):
+    """Returns values of chunks, shape ``[chunks, n]``, from those of their parts, shape ``[chunks, n / 2, 2]``."""
+    return tl.reshape(tl.permute(parts, (0, 2, 1)), [parts.shape[0], parts.shape[1] * 2])
+
+
+@triton.jit
+def halves_of(chunks):
+    """Returns the first and the second half of each row."""
+    return tl.split(tl.permute(tl.reshape(chunks, [chunks.shape[0], 2, chunks.shape[1] // 2]), (0, 2, 1)))
 
 
 @triton.jit
@@ -45,51 +57,59 @@ def encode_kernel(
     values, total = with_residual(source, residual, offsets, inside)
     largest = tl.max(magnitudes_of(values), axis=1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, LEVELS * 1.0)
-    scale = tl.where(scale < TINY, TINY, scale)
-    scaled = values * tl.div_rn(1.0, scale)[:, None]
-    if LEVELS == 1.5:  # no level is zero
+    scale = (tl.where(scale < TINY, TINY, scale).to(tl.int32, bitcast=True) & -128).to(tl.float32, bitcast=True)
+    reciprocal = tl.div_rn(1.0, scale)[:, None]
+    if LEVELS == 3:  # no level is zero
         scale = tl.where(scale <= TINY, 0.0, scale)
     tl.store(scales + shard * (stride // 4) + chunks, scale, mask=chunks * CHUNK < size)
     packed += shard * stride
     if LEVELS == 448:
-        codes = to_e4m3(scaled)
+        codes = to_e4m3(values * reciprocal)
         tl.store(packed + columns, codes.to(tl.int8), mask=columns < size)
         rounded = from_e4m3(codes)
-    elif LEVELS == 1.5:
-        codes = tl.minimum(tl.maximum(nearest(scaled + LEVELS), 0), 3)
-        rounded = codes.to(tl.float32) - LEVELS
-        kept = tl.reshape(tl.where(columns < size, codes, 0), [CHUNKS, CHUNK // 4, 2, 2])
-        even, odd = tl.split(kept)
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        places = chunks[:, None] * (CHUNK // 4) + tl.arange(0, CHUNK // 4)[None, :]
+    elif LEVELS == 3:
+        halves = product_and(2.0, values * 0.5, reciprocal).to(tl.float32)
+        codes = (halves >= 1).to(tl.int32) + (halves >= 2).to(tl.int32) + (halves >= 3).to(tl.int32)
+        rounded = (2 * codes - 3).to(tl.float32)
+        first_half, second_half = halves_of(codes)
+        first, second = halves_of(first_half)
+        third, fourth = halves_of(second_half)
+        places, is_used = bytes_of(chunks, size, CHUNK, 4)
         four = first | second << 2 | third << 4 | fourth << 6
-        tl.store(packed + places, four.to(tl.int8), mask=places * 4 < size)
+        tl.store(packed + places, four.to(tl.int8), mask=is_used)
     else:
-        whole = nearest(scaled)
+        # Beyond 2**52 fp64 has whole numbers only: the sum is rounded, half to even, to an integer in its lowest bits.
+        whole = product_and(6755399441055744.0, values, reciprocal).to(tl.int64, bitcast=True).to(tl.int32)
         rounded = whole.to(tl.float32)
     if LEVELS == 7:
-        nibbles = tl.where(columns < size, (whole + 8) & 15, 0)
-        even, odd = tl.split(tl.reshape(nibbles, [CHUNKS, CHUNK // 2, 2]))
-        places = chunks[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
-        tl.store(packed + places, (even | odd << 4).to(tl.int8), mask=places * 2 < size)
+        first, second = halves_of(whole)
+        places, is_used = bytes_of(chunks, size, CHUNK, 2)
+        tl.store(packed + places, (first + 16 * second).to(tl.int8), mask=is_used)
     if LEVELS == 127:
         tl.store(packed + columns, whole.to(tl.int8), mask=columns < size)
     store_error(residual, offsets, inside, total - rounded * scale[:, None])
 
 
 @triton.jit
+def bytes_of(chunks, size, CHUNK: tl.constexpr, PARTS: tl.constexpr):
+    """Returns the places of the bytes of these chunks, and which of them are on the wire: not those behind the last."""
+    columns = tl.arange(0, CHUNK // PARTS)[None, :]
+    return chunks[:, None] * (CHUNK // PARTS) + columns, chunks[:, None] * CHUNK + columns < size
+
+
+@triton.jit
 def load_wire(scales, packed, chunks, size, LEVELS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """Returns the values of these chunks of one wire, shape ``[CHUNKS, CHUNK]``."""
     if LEVELS == 7:
-        places = chunks[:, None] * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, :]
-        both = tl.load(packed + places, mask=places * 2 < size, other=0).to(tl.int32)
-        numbers = (tl.reshape(tl.join(both & 15, (both >> 4) & 15), [CHUNKS, CHUNK]) - 8).to(tl.float32)
-    elif LEVELS == 1.5:
-        places = chunks[:, None] * (CHUNK // 4) + tl.arange(0, CHUNK // 4)[None, :]
-        four = tl.load(packed + places, mask=places * 4 < size, other=0).to(tl.int32)
-        even, odd = tl.join(four & 3, (four >> 4) & 3), tl.join((four >> 2) & 3, (four >> 6) & 3)
-        numbers = tl.reshape(tl.join(even, odd), [CHUNKS, CHUNK]).to(tl.float32) - LEVELS
+        places, is_used = bytes_of(chunks, size, CHUNK, 2)
+        both = tl.load(packed + places, mask=is_used, other=0).to(tl.int32)
+        second = (both + 8) >> 4
+        numbers = by_parts(tl.join(both - 16 * second, second)).to(tl.float32)
+    elif LEVELS == 3:
+        places, is_used = bytes_of(chunks, size, CHUNK, 4)
+        four = tl.load(packed + places, mask=is_used, other=0).to(tl.int32)
+        first_half, second_half = by_parts(tl.join(four, four >> 2)), by_parts(tl.join(four >> 4, four >> 6))
+        numbers = (2 * (by_parts(tl.join(first_half, second_half)) & 3) - 3).to(tl.float32)
     else:
         columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         stored = tl.load(packed + columns, mask=columns < size, other=0)
