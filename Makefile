@@ -23,8 +23,13 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
+# The step of an exact method where the network takes as long as the layers, which sleep, as those of a GPU do for a CPU.
+DEMO_STEP := bench step --hosts 2 --rate 200mbit --model emulated-resnet50 --scale 0.04 --ratio 1 --rounds 3 \
+    --methods ddp dear dear:compression=int4 --bucket_mb 0.5 --output outputs/demo_step
+
 demo: $(READY)
 	$(BIN)/python examples/slow_network.py examples/digits.py --output outputs/digits $(DEMO_ARGS)
+	if $(BIN)/pipesync netlab --hosts 2 --rate 1gbit -- true; then $(BIN)/pipesync $(DEMO_STEP); fi
 
 # Hours: everything that the docs' tables and pictures show, job by job; what has been measured is left out.
 # Some of it: make results RESULTS_ARGS="--only dear --minutes 30". All jobs: python -m benchmarks.results list.

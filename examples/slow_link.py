@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,24 +34,28 @@ class SlowLink:
 
     def install(self) -> None:
         """Delays DDP's all-reduces and the messages of this package's methods, in this process."""
-        sent: dict[int, float] = {}
-        start_sending, wait_sent, wrap = Messages.start_sending, Messages.wait_sent, DistributedDataParallel.__init__
+        start_sending, wrap = Messages.start_sending, DistributedDataParallel.__init__
 
-        def start(messages: Messages, tensor: Tensor, peer: int) -> dist.Work:
-            work = start_sending(messages, tensor, peer)
-            sent[id(work)] = self.send(tensor.nbytes)
-            return work
-
-        def wait(messages: Messages, work: dist.Work, peer: int) -> None:
-            wait_sent(messages, work, peer)
-            sleep_until(sent.pop(id(work), 0.0))
+        def start(messages: Messages, tensor: Tensor, peer: int) -> Delayed:
+            return Delayed(start_sending(messages, tensor, peer), self.send(tensor.nbytes))
 
         def wrap_and_delay(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             wrap(ddp, *args, **kwargs)
             ddp.register_comm_hook(self, all_reduce)
 
-        Messages.start_sending, Messages.wait_sent = start, wait  # type: ignore[method-assign]
+        Messages.start_sending = start  # type: ignore[method-assign,assignment]
         DistributedDataParallel.__init__ = wrap_and_delay  # type: ignore[method-assign]
+
+
+class Delayed(NamedTuple):
+    """What is sent: waiting for it takes at least until a moment."""
+
+    work: dist.Work
+    moment: float
+
+    def wait(self, timeout: timedelta) -> None:
+        self.work.wait(timeout)
+        sleep_until(self.moment)
 
 
 def all_reduce(link, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text

@@ -24,7 +24,7 @@ from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.servers import ParameterServer, ParameterServerConfig
 from lightning_pipesync.training.linear_scaling import LinearScalingLR
 from lightning_pipesync.training.rank_times import step_report
-from lightning_pipesync.training.registry import METHODS, check_method
+from lightning_pipesync.training.registry import ADVISORS, METHODS, check_method
 
 if TYPE_CHECKING:
     from lightning_pipesync import fabric as fabric
@@ -109,6 +109,14 @@ if not TYPE_CHECKING:
         check_extra(extra, name)
         return getattr(import_module(f"{__name__}.{module}"), name)
 
+
+def _advisor_of(trainer: Any, method: Any) -> Any:
+    from lightning_pipesync.lab.plan.advice import Advisor
+
+    return Advisor.of(trainer, method)
+
+
+ADVISORS.append(_advisor_of)
 
 #: By name of a framework's package, the module that registers the strategies for it.
 _STRATEGIES_FOR = {

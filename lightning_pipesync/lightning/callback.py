@@ -8,6 +8,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -18,6 +19,7 @@ from lightning_pipesync.lightning.private import logs_this_batch, num_batches_tr
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.training.registry import ADVISORS
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -36,6 +38,8 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
     """
 
     _summary: FitSummary | None = None
+    _advisor: Any = None  # while it records the first steps
+    _advice: Any = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -47,6 +51,7 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
         _strategy(trainer).check_num_batches()
         _strategy(trainer).join()
         self._summary = FitSummary(_strategy(trainer).attached, trainer.global_step)
+        self._advisor = next((made for make in ADVISORS if (made := make(trainer, _strategy(trainer).attached))), None)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,9 +61,18 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         _strategy(trainer).note_epoch_end(None)
         _strategy(trainer).resume()
+        if self._advisor is not None:
+            self._advisor.begin_forward()
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._advisor is not None:
+            self._advisor.begin_backward()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._advisor is not None:
+            self._advisor.begin_update()
         _strategy(trainer).after_backward(optimizer)
 
     @override
@@ -69,6 +83,10 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
         if logs_this_batch(trainer):  # logging costs more than the rest of a local step
             log_in_step(pl_module, strategy.attached)
         strategy.end_batch()
+        if self._advisor is not None and self._advisor.end():
+            self._advice, self._advisor = self._advisor.advice(trainer.global_step), None
+            if self._advice is not None:
+                rank_zero_info(self._advice.line())
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,10 +108,14 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
         summary, self._summary = self._summary, None  # none, if the training began without this callback
         if summary is not None and (text := summary.text(trainer.global_step)) is not None:
             rank_zero_info(text)
+        if self._advice is not None and (line := self._advice.last_line(trainer.global_step)) is not None:
+            rank_zero_info(line)
+        self._dismiss_advisor()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         _strategy(trainer).report(exception)
+        self._dismiss_advisor()
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,6 +124,11 @@ class PipeSyncCallbackMixin(ChecksOverrides, _Base):
     on_validation_end = on_validation_epoch_end
     on_test_epoch_end = on_validation_epoch_end
     on_test_end = on_validation_epoch_end
+
+    def _dismiss_advisor(self) -> None:
+        if self._advisor is not None:
+            self._advisor.close()
+        self._advisor = self._advice = None
 
 
 def _strategy(trainer: Trainer) -> PipeSyncStrategyMixin[Any]:

@@ -172,6 +172,12 @@ class SyncMethod(StepCalls):
     def synchronize(self) -> None:
         """Waits for the last step's update of this rank's weights; not a collective call."""
 
+    def settle(self) -> None:
+        """Waits until nothing that this rank communicates is in flight; not a collective call."""
+        self.synchronize()
+        if self.transport.background is not None:
+            self.transport.background.wait_all()
+
     def give_up(self, timeout_s: float = AFTER_ERROR_S) -> str:
         """Ends what is under way, so that this rank's weights can be read after an error; not a collective call.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
@@ -37,6 +37,10 @@ def resolve(name: Any, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
     if read in PRESETS:
         return PRESETS[read].method, {**PRESETS[read].settings, **settings}
     return (read if read in METHODS else name), dict(settings)
+
+
+#: Make what advises a Trainer's training by a method, or None. The laboratory does, which is above all who ask for it.
+ADVISORS: list[Callable[[Any, Method], Any]] = []
 
 
 def check_method(method: type[Method]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from lightning_pipesync.core.codecs.codec import Codec
 from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
 from lightning_pipesync.core.codecs.scaled import FP8, Int2, Int4, Int8
@@ -43,4 +45,9 @@ def get_codec(codec: str | Codec) -> Codec:
         raise ValueError(
             f"compression={codec!r} is not known: use a Codec or one of {names}.{did_you_mean(codec, CODECS)}"
         )
-    return CODECS[codec]()
+    return _default(codec)
+
+
+@cache
+def _default(name: str) -> Codec:
+    return CODECS[name]()

@@ -7,7 +7,8 @@ alone: the ranks first exchange their flags (:meth:`Collectives.exchange_flags`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -293,13 +294,13 @@ class Collectives:
         """Returns the bytes that this rank sends in a reduce-scatter; ``wires``: see :class:`Topology`."""
         wide = self.topology.sends_sums or (flat.is_cuda and self._nccl is not None and self._nccl.sums_wide)
         dtype = accumulation_dtype(flat.dtype) if wide else flat.dtype
-        return _bytes(self.topology.sent_to_reduce(flat.numel(), self.rank, wires), codec, flat.dtype, dtype)
+        return _bytes(self.topology.sent_to_reduce, flat.numel(), self.rank, wires, codec, flat.dtype, dtype)
 
     def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None, wires: bool = False) -> int:
-        sent = self.topology.sent_to_gather(flat.numel(), self.rank, wires)
         if part is not None:
-            sent = [(len(range(*part.indices(numel))), encoded) for numel, encoded in sent]
-        return _bytes(sent, codec, flat.dtype, flat.dtype)
+            sent = self.topology.sent_to_gather(flat.numel(), self.rank)
+            return sum(len(range(*part.indices(numel))) for numel, _ in sent) * flat.element_size()
+        return _bytes(self.topology.sent_to_gather, flat.numel(), self.rank, wires, codec, flat.dtype, flat.dtype)
 
     def _flat_exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange:
         """Returns the exchange of a tensor's device whose messages no topology changes."""
@@ -362,7 +363,19 @@ class Collectives:
         return Handle(counted, finishes_early)
 
 
-def _bytes(sent: Iterable[Sent], codec: Codec, dtype: torch.dtype, unencoded: torch.dtype) -> int:
-    """Returns the bytes of messages of values of ``dtype``, which have that of ``unencoded`` without a lossy codec."""
-    codecs = ((numel, codec if encoded else NONE) for numel, encoded in sent)
-    return sum(each.wire_bytes(numel, unencoded if each.lossless else dtype) for numel, each in codecs)
+@lru_cache(maxsize=1024)
+def _bytes(
+    sent: Callable[[int, int, bool], list[Sent]],
+    numel: int,
+    rank: int,
+    wires: bool,
+    codec: Codec,
+    dtype: torch.dtype,
+    unencoded: torch.dtype,
+) -> int:
+    """Returns the bytes of what a rank sends of values of ``dtype``: of ``unencoded`` without a lossy codec.
+
+    ``sent`` is a method of :class:`Topology`. A buffer is exchanged in each step.
+    """
+    codecs = ((size, codec if encoded else NONE) for size, encoded in sent(numel, rank, wires))
+    return sum(each.wire_bytes(size, unencoded if each.lossless else dtype) for size, each in codecs)

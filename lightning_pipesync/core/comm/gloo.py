@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.buckets import shard_numel
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs.blocks import BLOCK_PER_THREAD
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.handle import Promise
 from lightning_pipesync.core.comm.hops import BufferPool, Exchange, all_to_all, ring, ring_is_faster
@@ -24,6 +26,45 @@ NUM_TAGS = 2**29
 
 #: What an all-reduce does in place with a rank's slice of the sum, before it is gathered.
 ShardHook = Callable[[Tensor], object]
+
+
+#: The wire of no values.
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+class Span(NamedTuple):
+    """Slices of one size, of ``ranks`` that follow each other, which a codec encodes or decodes in one call.
+
+    Attributes:
+        place: where their values are in the buffer.
+        wires: a row of bytes for each of them.
+    """
+
+    ranks: range
+    place: slice
+    wires: Tensor
+
+
+def rows_of(span: Span, flat: Tensor) -> Tensor:
+    """Returns the values of a buffer whose wires a span has, a row for each."""
+    return flat[span.place].view(len(span.ranks), -1)
+
+
+def wires_of(spans: Sequence[Span]) -> dict[int, Tensor]:
+    """Returns the wires of spans, by rank."""
+    return {rank: wire for span in spans for rank, wire in zip(span.ranks, span.wires.unbind(), strict=True)}
+
+
+def encode_span(span: Span, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> None:
+    """Encodes ranks' slices, this rank's too, so that only encoded values are summed, on every rank."""
+    residual = None if feedback is None else rows_of(span, feedback.contribution)
+    idle = None if feedback is None or feedback.idle is None else rows_of(span, feedback.idle)
+    encode_with_feedback(codec, rows_of(span, flat), span.wires, residual, idle)
+
+
+def fit_a_block(numel: int) -> bool:
+    """Returns whether a codec's operations on so many values find them in cache: then fewer calls are faster."""
+    return numel <= BLOCK_PER_THREAD * torch.get_num_threads()
 
 
 def mean_in_order(values: Mapping[int, Tensor], flat: Tensor) -> Tensor:
@@ -74,7 +115,8 @@ class GlooExchange:
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
         """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
-        return self._in_order(self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback))
+        tag, slices = self._next_tag(), self._slices(flat)
+        return self._in_order(self._start_reduce_scatter(tag, flat, slices, codec, mean, feedback))
 
     def all_gather(
         self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
@@ -84,7 +126,8 @@ class GlooExchange:
         Args:
             part: the part of each slice that is sent, without a codec; None: all.
         """
-        return self._in_order(self._start_all_gather(self._next_tag(), flat, codec, feedback, part))
+        slices = self._slices(flat) if part is None else [values[part] for values in self._slices(flat)]
+        return self._in_order(self._start_all_gather(self._next_tag(), flat, slices, codec, feedback))
 
     def all_reduce(
         self,
@@ -101,14 +144,15 @@ class GlooExchange:
         if codec.gathered and self.gathers_wires:
             assert shard_hook is None
             return self._in_order(self._start_sum_of_gathered(self._next_tag(), flat, codec, mean, feedback))
-        reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
+        slices = self._slices(flat)
+        reduce = self._start_reduce_scatter(self._next_tag(), flat, slices, codec, mean, feedback)
         gather_tag = self._next_tag()
 
         def reduce_and_gather() -> Tensor:
             own = reduce()
             if shard_hook is not None:
                 shard_hook(own)
-            return self._start_all_gather(gather_tag, flat, codec, feedback)()
+            return self._start_all_gather(gather_tag, flat, slices, codec, feedback)()
 
         return self._in_order(reduce_and_gather)
 
@@ -149,10 +193,15 @@ class GlooExchange:
         return wait
 
     def _start_reduce_scatter(
-        self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+        self,
+        tag: int,
+        flat: Tensor,
+        slices: Sequence[Tensor],
+        codec: Codec,
+        mean: bool,
+        feedback: ErrorFeedback | None,
     ) -> Callable[[], Tensor]:
-        slices, messages = self._slices(flat), self._messages.tagged(tag)
-        own = slices[self._rank]
+        messages, own = self._messages.tagged(tag), slices[self._rank]
         summed_as_they_are = codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype
         if summed_as_they_are and ring_is_faster(slices[0].nbytes, self._world_size):
             in_ring = ring(messages, slices, (self._rank - 1) % self._world_size, self._pool, adds=True)
@@ -163,56 +212,58 @@ class GlooExchange:
 
             return reduce_in_ring
         # Without a codec the values themselves are sent, without a copy.
-        wires = slices if codec.lossless else self._encode_slices(slices, codec, feedback)
-        num_bytes = codec.wire_bytes(own.numel(), flat.dtype)
-        arrivals = {peer: self._pool.take(num_bytes, wires[peer].dtype) for peer in self._peers if num_bytes}
-        outgoing = {peer: wires[peer] for peer in self._peers if wires[peer].numel()}
-        exchange = all_to_all(messages, outgoing, arrivals, self._pool)
+        spans = [] if codec.lossless else self._spans(flat, codec)
+        for span in spans:
+            encode_span(span, flat, codec, feedback)
+        wires = dict(enumerate(slices)) if codec.lossless else wires_of(spans)
+        outgoing = {peer: wires[peer] for peer in self._peers if slices[peer].numel()}
+        contributors = self._peers if summed_as_they_are else range(self._world_size)
+        wire = wires.get(self._rank, own)
+        arrivals = self._pool.take(len(contributors), wire.numel(), dtype=wire.dtype)
+        received = dict(zip(contributors, arrivals.unbind(), strict=True))
+        incoming = {peer: received[peer] for peer in self._peers if own.numel()}
+        exchange = all_to_all(messages, outgoing, incoming, self._pool)
 
         def reduce() -> Tensor:
             if own.numel():
-                contributions = {**arrivals, self._rank: wires[self._rank]}
                 if summed_as_they_are:
-                    self._set(own, self._sum_values(exchange, contributions), mean)
+                    self._set(own, self._sum_values(exchange, {**received, self._rank: own}), mean)
                 else:
-                    self._set(own, self._sum_wires(exchange, contributions, codec, own), mean)
+                    received[self._rank].copy_(wire)
+                    self._set(own, self._sum_wires(exchange, arrivals.view(torch.uint8), codec, own), mean)
             exchange.finish()
-            self._pool.give(arrivals.values())
-            if not codec.lossless:
-                self._pool.give(wires)
+            self._pool.give(arrivals, *(span.wires for span in spans))
             return own
 
         return reduce
 
-    def _encode_slices(self, slices: list[Tensor], codec: Codec, feedback: ErrorFeedback | None) -> list[Tensor]:
-        """Encodes every rank's slice, this rank's too, so that only encoded values are summed, on every rank."""
-        none: list[Tensor | None] = [None] * len(slices)
-        residuals = none if feedback is None else self._slices(feedback.contribution)
-        idle = none if feedback is None or feedback.idle is None else self._slices(feedback.idle)
-        wires = [self._pool.take(codec.wire_bytes(source.numel(), source.dtype)) for source in slices]
-        for source, wire, residual, without in zip(slices, wires, residuals, idle, strict=True):
-            encode_with_feedback(codec, source, wire, residual, without)
-        return wires
-
-    def _sum_values(self, exchange: Exchange, contributions: dict[int, Tensor]) -> Tensor:
+    def _sum_values(self, exchange: Exchange, contributions: Mapping[int, Tensor]) -> Tensor:
         """Adds in rank order, so that the result depends neither on the summing rank nor on the order of arrival."""
-        order = sorted(contributions)
+        first, second, *others = sorted(contributions)
         if self._rank == 1:
-            order[:2] = [1, 0]  # the same sum, in place
-        exchange.wait_for(order[0])
-        total = contributions[order[0]]
-        for rank in order[1:]:
-            exchange.wait_for(rank)
+            first, second = 1, 0  # the same sum, in place
+        exchange.wait_for(contributions)
+        total = contributions[first]
+        for rank in (second, *others):
             total.add_(contributions[rank])
         return total
 
-    def _sum_wires(self, exchange: Exchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor) -> Tensor:
-        """Decodes and adds in rank order, into ``own`` if that has the dtype of a sum."""
+    def _sum_wires(self, exchange: Exchange, wires: Tensor, codec: Codec, own: Tensor) -> Tensor:
+        """Decodes and adds in rank order, into ``own`` if that has the dtype of a sum; few values in one call."""
         dtype = accumulation_dtype(own.dtype)
         total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
-        for rank in sorted(contributions):
-            exchange.wait_for(rank)
-            wire = contributions[rank].view(torch.uint8)
+        if fit_a_block(len(wires) * own.numel()):
+            exchange.wait_for(range(self._world_size))
+            decoded = self._pool.take(len(wires), own.numel(), dtype=dtype)
+            codec.decode(wires, decoded, own.dtype)
+            first, second, *others = decoded.unbind()
+            torch.add(first, second, out=total)
+            for values in others:
+                total.add_(values)
+            self._pool.give(decoded)
+            return total
+        for rank, wire in enumerate(wires.unbind()):
+            exchange.wait_for([rank])
             if rank == 0:
                 codec.decode(wire, total, own.dtype)
             else:
@@ -226,9 +277,8 @@ class GlooExchange:
         return values if total is values else values.copy_(total)
 
     def _start_all_gather(
-        self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+        self, tag: int, flat: Tensor, slices: Sequence[Tensor], codec: Codec, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        slices = self._slices(flat) if part is None else [values[part] for values in self._slices(flat)]
         if codec.lossless:
             exchange = self._gather_slices(tag, slices)
 
@@ -238,21 +288,20 @@ class GlooExchange:
 
             return gather
 
-        own = slices[self._rank]
-        wires = [self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for piece in slices]
-        residual = None if feedback is None or feedback.shard is None else feedback.shard[: own.numel()]
-        idle = None if feedback is None or feedback.idle is None else self._slices(feedback.idle)[self._rank]
-        encode_with_feedback(codec, own, wires[self._rank], residual, idle)
-        codec.decode(wires[self._rank], own, flat.dtype)  # the owner, too, uses the values that the others decode
-        encoded = self._gather_slices(tag, wires)
+        own, spans = slices[self._rank], self._spans(flat, codec)
+        wires = wires_of(spans)
+        if own.numel():
+            residual = None if feedback is None or feedback.shard is None else feedback.shard[: own.numel()]
+            idle = None if feedback is None or feedback.idle is None else self._slices(feedback.idle)[self._rank]
+            encode_with_feedback(codec, own, wires[self._rank], residual, idle)
+        encoded = self._gather_slices(tag, [wires.get(rank, NO_BYTES) for rank in range(self._world_size)])
 
         def gather_and_decode() -> Tensor:
-            for peer in self._peers:
-                encoded.wait_for(peer)
-                if slices[peer].numel():
-                    codec.decode(wires[peer], slices[peer], flat.dtype)
+            for span in spans:  # the owner, too, uses the values that the others decode
+                encoded.wait_for(span.ranks)
+                codec.decode(span.wires, rows_of(span, flat), flat.dtype)
             encoded.finish()
-            self._pool.give(wires)
+            self._pool.give(*(span.wires for span in spans))
             return flat
 
         return gather_and_decode
@@ -261,21 +310,21 @@ class GlooExchange:
         self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
         """Sends all of ``flat``, encoded, to all ranks; each sums what all have sent, in the order of the ranks."""
-        wires = [self._pool.take(codec.wire_bytes(flat.numel(), flat.dtype)) for _ in range(self._world_size)]
+        wires = self._pool.take(self._world_size, codec.wire_bytes(flat.numel(), flat.dtype))
         residual, idle = (None, None) if feedback is None else (feedback.contribution, feedback.idle)
         encode_with_feedback(codec, flat, wires[self._rank], residual, idle)
-        exchange = self._gather_slices(tag, wires)
+        exchange = self._gather_slices(tag, wires.unbind())
 
         def gather_and_sum() -> Tensor:
             if flat.numel():
-                self._set(flat, self._sum_wires(exchange, dict(enumerate(wires)), codec, flat), mean)
+                self._set(flat, self._sum_wires(exchange, wires, codec, flat), mean)
             exchange.finish()
             self._pool.give(wires)
             return flat
 
         return gather_and_sum
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Exchange:
+    def _gather_slices(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
         messages, own = self._messages.tagged(tag), slices[self._rank]
         if ring_is_faster(slices[0].nbytes, self._world_size):
             return ring(messages, slices, self._rank, self._pool, adds=False)
@@ -286,14 +335,14 @@ class GlooExchange:
     def _start_mean(self, flat: Tensor, targets: Sequence[int], sources: Sequence[int]) -> Callable[[], Tensor]:
         """Sends ``flat`` to ranks, and then sets it to its mean over this rank and others, if there are some."""
         messages = self._messages.tagged(self._next_tag())
-        received = {peer: self._pool.take(flat.nbytes, flat.dtype) for peer in sources}
+        received = {peer: self._pool.take(flat.numel(), dtype=flat.dtype) for peer in sources}
         exchange = all_to_all(messages, dict.fromkeys(targets, flat), received, self._pool, window=self._world_size)
 
         def average() -> Tensor:
             exchange.finish()  # ``flat`` is sent by then
             if received:
                 mean_in_order({**received, self._rank: flat}, flat)
-                self._pool.give(received.values())
+                self._pool.give(*received.values())
             return flat
 
         return average
@@ -304,7 +353,26 @@ class GlooExchange:
         return [(self._rank - step) % self._world_size for step in range(1, self._world_size)]
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
-        return [shard_of(flat, rank, self._world_size) for rank in range(self._world_size)]
+        slices = flat.split(shard_numel(flat.numel(), self._world_size))
+        return [*slices, *[flat[flat.numel() :]] * (self._world_size - len(slices))]
+
+    def _spans(self, flat: Tensor, codec: Codec) -> list[Span]:
+        """Returns wires of the slices that are not empty, in the order in which a ring or all-to-all delivers them."""
+        numel, size = flat.numel(), max(1, shard_numel(flat.numel(), self._world_size))
+        whole = numel // size
+        if fit_a_block(numel):
+            ranks = [range(whole), range(whole, -(-numel // size))]
+        else:
+            ranks = [range(rank, rank + 1) for rank in (self._rank, *self._peers) if rank * size < numel]
+        return [
+            self._span(each, slice(each.start * size, min(each.stop * size, numel)), flat, codec)
+            for each in ranks
+            if each
+        ]
+
+    def _span(self, ranks: range, place: slice, flat: Tensor, codec: Codec) -> Span:
+        num_bytes = codec.wire_bytes((place.stop - place.start) // len(ranks), flat.dtype)
+        return Span(ranks, place, self._pool.take(len(ranks), num_bytes))
 
     def _next_tag(self) -> int:
         self._tag = (self._tag + 1) % NUM_TAGS

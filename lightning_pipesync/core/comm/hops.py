@@ -30,8 +30,7 @@ rank r last. The sums are of the type of the values: encoded values are never su
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.faults.failure import Waiting
 
 #: Maximum and minimum number of all-to-all steps in flight; between these limits, as many as have these bytes. With 8
 #: ranks at 200 Mbit/s, slices of 64 KiB took 1.3 times as long all at once, and slices of 16 KiB two at a time.
@@ -59,27 +59,26 @@ WINDOW = 4
 
 
 class BufferPool:
-    """Buffers for reuse, so that nothing is allocated after the first step."""
+    """Buffers for reuse, so that nothing is allocated after the first step; any thread may call it."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
-        self._lock = threading.Lock()
+        self._free: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
 
-    def take(self, num_bytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Returns a 1-D tensor of ``num_bytes`` bytes with undefined content."""
-        with self._lock:
-            free = self._free.get(num_bytes)
-            buffer = free.pop() if free else None
-        return (torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer).view(dtype)
+    def take(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Returns a tensor with undefined values; rows of bytes start at multiples of 16, as wires do."""
+        try:
+            return self._free[shape, dtype].pop()
+        except IndexError:
+            *rows, numel = shape
+            room = -(-max(1, numel) // 16) * 16 if dtype == torch.uint8 else numel
+            return torch.empty(*rows, room, dtype=dtype)[..., :numel]
 
-    def give(self, buffers: Iterable[Tensor]) -> None:
-        with self._lock:
-            for buffer in buffers:
-                self._free.setdefault(buffer.nbytes, []).append(buffer.view(torch.uint8))
+    def give(self, *buffers: Tensor) -> None:
+        for buffer in buffers:
+            self._free[buffer.shape, buffer.dtype].append(buffer)
 
     def clear(self) -> None:
-        with self._lock:
-            self._free.clear()
+        self._free.clear()
 
 
 class Hop(NamedTuple):
@@ -105,6 +104,7 @@ class Exchange:
     """Takes this rank's hops one after the other, a window of them in flight. Starts on construction.
 
     Args:
+        messages: of the group.
         hops: in an order that leaves no rank waiting for one that waits for it.
         window: maximum number of hops in flight.
         complete: by rank, the number of hops after which its slice has arrived.
@@ -114,66 +114,71 @@ class Exchange:
 
     def __init__(
         self,
+        messages: Messages,
         hops: Sequence[Hop],
         window: int,
         complete: Mapping[int, int],
         pool: BufferPool,
         first: Sequence[tuple[Messages, Tensor, int]] = (),
     ) -> None:
-        self._hops, self._complete, self._pool = hops, complete, pool
+        self._messages, self._hops, self._complete, self._pool = messages, hops, complete, pool
         self._receiving: deque[tuple[dist.Work, Tensor] | None] = deque()
-        self._sending: list[tuple[Messages, dist.Work, int]] = []
-        self._num_posted = self._num_taken = 0
-        self._post(window)
-        for messages, piece, target in first:
-            self._send(messages, piece, target)
+        self._sending: list[tuple[dist.Work, int]] = []
+        self._num_taken = 0
+        self._post(hops[:window])
+        for tagged, piece, target in first:
+            self._sending.append((tagged.start_sending(piece, target), target))
 
-    def wait_for(self, rank: int) -> None:
-        """Blocks until the slice of a rank has arrived, see [Note: one order of waiting].
+    def wait_for(self, ranks: Iterable[int]) -> None:
+        """Blocks until the slices of ranks have arrived, see [Note: one order of waiting].
 
         Raises:
             RuntimeError: a rank died or did not answer within the timeout.
         """
-        while self._num_taken < self._complete[rank]:
-            self._take()
+        end = max(self._complete[rank] for rank in ranks)
+        if self._num_taken < end:
+            with self._messages.waiting() as waiting:
+                self._take_until(end, waiting)
 
     def finish(self) -> None:
         """Blocks until all messages are received and sent."""
-        while self._num_taken < len(self._hops):
-            self._take()
-        for messages, work, target in self._sending:
-            messages.wait_sent(work, target)
+        messages = self._messages
+        with messages.waiting() as waiting:
+            self._take_until(len(self._hops), waiting)
+            for work, target in self._sending:
+                waiting.what, waiting.peer = messages.deliveries[target]
+                work.wait(messages.timeout)
         self._sending.clear()
 
-    def _post(self, number: int) -> None:
-        hops = self._hops[self._num_posted : self._num_posted + number]
-        self._num_posted += len(hops)
+    def _post(self, hops: Sequence[Hop]) -> None:
         for messages, source, piece, adds, _, _ in hops:
             if piece is None:
                 self._receiving.append(None)
                 continue
-            arrival = self._pool.take(piece.nbytes, piece.dtype) if adds else piece
+            arrival = self._pool.take(piece.numel(), dtype=piece.dtype) if adds else piece
             self._receiving.append((messages.start_receiving(arrival, source), arrival))
         for hop in hops:
             if hop.beside is not None:
-                self._send(hop.messages, *hop.beside)
+                piece, target = hop.beside
+                self._sending.append((hop.messages.start_sending(piece, target), target))
 
-    def _take(self) -> None:
-        messages, source, piece, adds, targets, _ = self._hops[self._num_taken]
-        receiving = self._receiving.popleft()
-        if receiving is not None and piece is not None:
-            work, arrival = receiving
-            messages.wait_received(work, source)
-            if adds:
-                piece.add_(arrival)
-                self._pool.give([arrival])
-            for target in targets:
-                self._send(messages, piece, target)
-        self._num_taken += 1
-        self._post(1)
-
-    def _send(self, messages: Messages, piece: Tensor, target: int) -> None:
-        self._sending.append((messages, messages.start_sending(piece, target), target))
+    def _take_until(self, end: int, waiting: Waiting) -> None:
+        hops, receiving = self._hops, self._receiving
+        while self._num_taken < end:
+            messages, source, piece, adds, targets, _ = hops[self._num_taken]
+            received = receiving.popleft()
+            if received is not None and piece is not None:
+                work, arrival = received
+                waiting.what, waiting.peer = messages.arrivals[source]
+                work.wait(messages.timeout)
+                if adds:
+                    piece.add_(arrival)
+                    self._pool.give(arrival)
+                for target in targets:
+                    self._sending.append((messages.start_sending(piece, target), target))
+            self._num_taken += 1
+            next_hop = self._num_taken + len(receiving)
+            self._post(hops[next_hop : next_hop + 1])
 
 
 def all_to_all(
@@ -200,7 +205,7 @@ def all_to_all(
         beside = (outgoing[target], target) if target in outgoing else None
         hops.append(Hop(messages, source, incoming.get(source), beside=beside))
         complete[source] = step
-    return Exchange(hops, window, complete, pool)
+    return Exchange(messages, hops, window, complete, pool)
 
 
 def ring(messages: Messages, slices: Sequence[Tensor], first: int, pool: BufferPool, *, adds: bool) -> Exchange:
@@ -221,7 +226,7 @@ def ring(messages: Messages, slices: Sequence[Tensor], first: int, pool: BufferP
         hops += [Hop(messages, previous, piece, adds, targets) for piece in in_pieces(slices[owner], PIECE_BYTES)]
         complete[owner] = len(hops)
     sends = [(messages, piece, following) for piece in in_pieces(slices[first], PIECE_BYTES)]
-    return Exchange(hops, WINDOW, complete, pool, sends)
+    return Exchange(messages, hops, WINDOW, complete, pool, sends)
 
 
 def in_pieces(values: Tensor, num_bytes: int) -> Sequence[Tensor]:

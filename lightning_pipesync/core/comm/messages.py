@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
-from copy import copy
 from datetime import timedelta
 
 import torch
@@ -27,6 +26,10 @@ class Messages:
         watch: has the timeout of a message, and names the rank at fault if it does not arrive.
         ahead: whether a thread receives messages before this rank needs them, see :meth:`awaiting`.
         timeout: the time to wait for a message, after which all waits of the group end; None: the watch's.
+
+    Attributes:
+        arrivals: what this rank waits for when it receives from a peer, and the peer's rank in the job, by peer.
+        deliveries: the same when it sends.
     """
 
     def __init__(
@@ -39,15 +42,15 @@ class Messages:
         timeout: timedelta | None = None,
     ) -> None:
         self._group, self._tag, self._watch, self._ahead = group, tag, watch, ahead
-        self._timeout = timeout or watch.timeout
+        self.timeout = timeout or watch.timeout
         self.rank, self.world_size = group.rank(), group.size()
         self._ranks = ranks_of(group)
-        self._arrivals = [f"a message from rank {rank}" for rank in self._ranks]
-        self._deliveries = [f"the delivery of a message to rank {rank}" for rank in self._ranks]
+        self.arrivals = [(f"a message from rank {rank}", rank) for rank in self._ranks]
+        self.deliveries = [(f"the delivery of a message to rank {rank}", rank) for rank in self._ranks]
 
     def tagged(self, tag: int) -> Messages:
-        messages = copy(self)
-        messages._tag = tag
+        messages = object.__new__(Messages)
+        messages.__dict__ = {**self.__dict__, "_tag": tag}
         return messages
 
     def start_receiving(self, tensor: Tensor, peer: int) -> dist.Work:
@@ -67,19 +70,23 @@ class Messages:
 
     def wait_received(self, work: dist.Work, peer: int) -> None:
         with self._receiving(peer):
-            work.wait(self._timeout)
+            work.wait(self.timeout)
 
     def wait_sent(self, work: dist.Work, peer: int) -> None:
         with self._sending(peer):
-            work.wait(self._timeout)
+            work.wait(self.timeout)
 
-    def awaiting(self, peer: int) -> AbstractContextManager[None]:
+    def waiting(self) -> Waiting:
+        """Returns a context to wait in for several works, to which whoever waits tells of which peer each one is."""
+        return Waiting(self._watch, "messages", None, self._ahead)
+
+    def awaiting(self, peer: int) -> AbstractContextManager[object]:
         """Context in which this rank waits for a message that a thread receives from ``peer``."""
-        return self._watch.waiting(self._arrivals[peer], self._ranks[peer])
+        return self._watch.waiting(*self.arrivals[peer])
 
     def failed_receive(self, error: Exception, peer: int) -> RuntimeError:
         """Returns the error that names the rank at fault for a message from ``peer`` that does not arrive."""
-        return self._watch.failed_wait(self._arrivals[peer], self._ranks[peer], error)
+        return self._watch.failed_wait(*self.arrivals[peer], error)
 
     def is_known_lost(self, peer: int) -> bool:
         """Returns whether a rank has told that ``peer`` has raised or fallen silent."""
@@ -90,10 +97,10 @@ class Messages:
         end_waits(self._group)
 
     def _receiving(self, peer: int) -> Waiting:
-        return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], self._ahead)
+        return Waiting(self._watch, *self.arrivals[peer], self._ahead)
 
     def _sending(self, peer: int) -> Waiting:
-        return Waiting(self._watch, self._deliveries[peer], self._ranks[peer])
+        return Waiting(self._watch, *self.deliveries[peer])
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

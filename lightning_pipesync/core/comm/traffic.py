@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning_pipesync.core.comm.handle import on_worker_thread
 from lightning_pipesync.core.profiling import profiled
@@ -32,12 +32,12 @@ class Traffic:
         self.operations[kind] += 1
         self.bytes_sent[kind] += num_bytes
 
-    @contextmanager
-    def waiting(self, kind: str) -> Iterator[None]:
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
         """Counts the seconds spent inside as waited for ``kind``, except on worker threads and within another wait."""
-        if on_worker_thread() or getattr(self._this_thread, "waits", False):
-            yield
-            return
+        return nullcontext() if on_worker_thread() or getattr(self._this_thread, "waits", False) else self._timed(kind)
+
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
         start, self._this_thread.waits = time.perf_counter(), True
         try:
             with profiled("wait for", kind):

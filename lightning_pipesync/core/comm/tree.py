@@ -41,7 +41,7 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
-from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
+from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange, Span
 from lightning_pipesync.core.comm.hops import WINDOW, Exchange, Hop, in_pieces
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.topology import Sent, Topology
@@ -126,7 +126,13 @@ class TreeExchange(GlooExchange):
         self._topology = topology
 
     def _start_reduce_scatter(
-        self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+        self,
+        tag: int,
+        flat: Tensor,
+        slices: Sequence[Tensor],
+        codec: Codec,
+        mean: bool,
+        feedback: ErrorFeedback | None,
     ) -> Callable[[], Tensor]:
         values = flat.to(accumulation_dtype(flat.dtype))
         halves = [values[half] for half in self._topology.halves(flat.numel())]
@@ -134,12 +140,12 @@ class TreeExchange(GlooExchange):
 
         def reduce() -> Tensor:
             exchange.finish()
-            own, total = (self._slices(each)[self._rank] for each in (flat, values))
-            return self._set(own, own if values is flat else total, mean)
+            own = slices[self._rank]
+            return self._set(own, own if values is flat else self._slices(values)[self._rank], mean)
 
         return reduce
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> Exchange:
+    def _gather_slices(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
         halves = [slices[tree.root] for tree in self._topology.trees]
         return self._both(tag, halves, self._broadcast, leaves_last=True)
 
@@ -163,7 +169,8 @@ class TreeExchange(GlooExchange):
         if leaves_last:
             ahead = hops = sorted(hops, key=lambda hop: not hop.targets)
         complete = dict.fromkeys(range(self._world_size), len(hops))
-        return Exchange(hops, len(ahead), complete, self._pool, [send for _, sends in parts for send in sends])
+        sends = [send for _, sends in parts for send in sends]
+        return Exchange(self._messages, hops, len(ahead), complete, self._pool, sends)
 
     def _reduce(self, messages: Messages, tree: Tree, values: Tensor) -> Half:
         """Adds the sums of this rank's children to its values of a half, in place, and sends them to its parent."""
@@ -184,6 +191,11 @@ class TreeExchange(GlooExchange):
 
     def _pieces(self, values: Tensor) -> Sequence[Tensor]:
         return in_pieces(values, piece_bytes(values.nbytes, self._world_size))
+
+    def _spans(self, flat: Tensor, codec: Codec) -> list[Span]:
+        halves = zip(self._topology.halves(flat.numel()), self._topology.trees, strict=True)
+        roots = [(range(tree.root, tree.root + 1), half) for half, tree in halves if half.start < half.stop]
+        return [self._span(root, half, flat, codec) for root, half in roots]
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
         return [flat[self._topology.shard_slice(flat.numel(), rank)] for rank in range(self._world_size)]

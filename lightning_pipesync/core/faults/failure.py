@@ -308,7 +308,7 @@ class PeerWatch:
         return time.monotonic() - self._begin
 
 
-def waiting_for_all(watch: PeerWatch | None) -> AbstractContextManager[None]:
+def waiting_for_all(watch: PeerWatch | None) -> AbstractContextManager[object]:
     """Returns a context in which this rank waits for all others in the default process group; None: nobody is told."""
     return nullcontext() if watch is None else watch.waiting("all ranks, in the default process group")
 
@@ -340,25 +340,27 @@ def waits_for_all(watch: str, *names: str) -> Callable[[type[T]], type[T]]:
 class Waiting:
     """A context in which a thread waits; a connection error becomes one that names the rank at fault.
 
-    A class, for speed: each message makes some. Not published if ``ahead``: a thread waits before the rank needs it.
+    A class, for speed. ``what`` and ``peer`` may change within it, so that many messages need one. Not published if
+    ``ahead``: a thread waits before the rank needs it.
     """
 
-    __slots__ = ("_ahead", "_outer", "_watch", "_what", "peer")
+    __slots__ = ("_ahead", "_outer", "_watch", "peer", "what")
 
     def __init__(self, watch: PeerWatch, what: str, peer: int | None, ahead: bool = False) -> None:
-        self._watch, self._what, self.peer, self._ahead = watch, what, peer, ahead
+        self._watch, self.what, self.peer, self._ahead = watch, what, peer, ahead
         self._outer: Waiting | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Waiting:
         waits, thread = self._watch.waits, threading.get_ident()
         self._outer = waits.get(thread)
         if not self._ahead:
             waits[thread] = self
+        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if isinstance(error, RuntimeError) and is_connection_error(error):
-                raise self._watch.failed_wait(self._what, self.peer, error) from error
+                raise self._watch.failed_wait(self.what, self.peer, error) from error
         finally:
             waits, thread = self._watch.waits, threading.get_ident()
             waits.pop(thread, None)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
@@ -280,6 +279,8 @@ def hsdp(model: BenchModel) -> Trainable:
 
 def zero(model: BenchModel, bucket_mb: float) -> Trainable:
     """DDP with ``ZeroRedundancyOptimizer``: each rank updates its part, and broadcasts it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
     module = in_ddp(model.module, bucket_mb)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     return Trainable("DDP + ZeRO-1", model, module, "baseline", optimizer)

@@ -34,7 +34,7 @@ from lightning_pipesync.lab.bench.pictures import looks_of, picture
 from lightning_pipesync.lab.bench.tables import table_of
 from lightning_pipesync.lab.bench.timing import median_and_quartiles, profile_step, time_round_robin
 from lightning_pipesync.lab.predictions.limits import StepCost
-from lightning_pipesync.lab.predictions.work import Profile
+from lightning_pipesync.lab.predictions.work import Profile, predict_ddp
 
 #: Sizes in MiB of the all-reduces from which alpha and beta are fitted.
 LINK_MB = (0.25, 1.0, 4.0)
@@ -208,18 +208,6 @@ def measure_link(device: str = "cpu", rounds: int = 5) -> LinkCost:
     points = [(buffers[name].numel() * 4, value) for name, measured in timed.items() for value in measured.seconds]
     num_bytes, seconds = zip(*points, strict=True)
     return LinkCost.fit(num_bytes, seconds, dist.get_world_size())
-
-
-def predict_ddp(profile: Profile, link: LinkCost, world_size: int, bucket_mb: float) -> float:
-    """Returns the predicted seconds of a step of DDP, with serial all-reduces of its buckets, each once it is full."""
-    ready, durations, filled = [], [], 0
-    for i, tensor in enumerate(profile.tensors):
-        filled += tensor.num_bytes
-        if filled >= bucket_mb * MIB or i == len(profile.tensors) - 1:
-            ready.append(tensor.ready)
-            durations.append(link.all_reduce(filled, world_size))
-            filled = 0
-    return profile.seconds_with_all_reduces(ready, durations)
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ class StepRecorder:
     Call ``begin_forward``, ``begin_backward``, ``begin_update`` and ``end`` in each step. The first is not counted.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._clock = Clock(device)
+    def __init__(self, module: nn.Module, clock: Clock) -> None:
+        self._clock = clock
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._steps: list[_Step] = []
         self._step = _Step()
@@ -169,6 +169,17 @@ class StepRecorder:
             tensors=sorted(tensors, key=lambda tensor: tensor.ready),
         )
 
+    def pace(self) -> tuple[float, float]:
+        """Returns the seconds from a step to the next, and those of them from the last gradient to the update.
+
+        For these DDP waits for its all-reduces.
+        """
+        between, [first, *steps] = self._clock.seconds_between, self._steps
+        backward = [between(step.parts[1], step.parts[2]) for step in steps]
+        last = [max(between(step.parts[1], moment) for moment in step.ready.values()) for step in steps]
+        seconds = between(first.parts[-1], steps[-1].parts[-1]) / len(steps)
+        return seconds, median(took - until for took, until in zip(backward, last, strict=True))
+
     def _note(self, moments: dict[int, Moment], parameter: Any) -> None:
         if self._step.parts:
             moments.setdefault(id(parameter), self._clock.now())
@@ -183,7 +194,8 @@ def profile_step(candidate: Trainable, rounds: int = 5) -> Profile:
 
     What is between the parts counts as update.
     """
-    recorder, clock = StepRecorder(candidate.module, device_of(candidate.module)), Clock(device_of(candidate.module))
+    clock = Clock(device_of(candidate.module))
+    recorder = StepRecorder(candidate.module, clock)
     moments = [clock.now()]
     for _ in range(rounds + 1):
         candidate.optimizer.zero_grad()

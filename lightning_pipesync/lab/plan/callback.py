@@ -12,12 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.lab.bench.timing import StepRecorder
+from lightning_pipesync.lab.plan.advice import Advice, advice, is_usual
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.report import write_plan
 from lightning_pipesync.lab.plan.saved import of_result
+from lightning_pipesync.lab.plan.trials import gathered
 from lightning_pipesync.lab.plan.work import measured_by_methods
 from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.lightning.distribution import Callback
@@ -33,8 +36,8 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
     """Plans for a training that runs: ``pipesync plan`` with the Trainer's own model, batches and hosts.
 
     It measures the first optimizer steps, then the network, for some seconds in which the training waits. Rank 0 prints
-    the plan, and writes ``plan.json``, ``plan.md`` and ``plan.png``. The training goes on as if it was not there. Use
-    it with ``strategy="ddp"``, over Gloo or NCCL.
+    the plan, with a line on what would be faster in this training, and writes ``plan.json``, ``plan.md`` and
+    ``plan.png``. The training goes on as if it was not there. Use it with ``strategy="ddp"``, over Gloo or NCCL.
 
     Args:
         output: folder of the plan; None: ``plan`` in the Trainer's ``default_root_dir``.
@@ -51,6 +54,7 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
         check_extra("plan", type(self).__name__, "matplotlib")
         self._output, self._num_steps = output, num_steps
         self._recorder: StepRecorder | None = None
+        self._advice: Advice | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -61,7 +65,7 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
                 f"PlanCallback plans for several ranks in DDP, and this Trainer has {trainer.world_size} and "
                 f"{type(trainer.strategy).__name__}: set Trainer(strategy='ddp', devices=..., num_nodes=...)."
             )
-        self._recorder = StepRecorder(pl_module, pl_module.device)
+        self._recorder = StepRecorder(pl_module, Clock(pl_module.device))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -90,8 +94,16 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
             recorder.close()
             work = Work(recorder.profile(), measured_by_methods(pl_module, trainer.optimizers[0], None))
             result = plan_for(work, pl_module, {"model": type(pl_module).__name__}, lambda _: None)
-            if trainer.is_global_zero:
-                print(write_plan(Path(self._output or Path(trainer.default_root_dir, "plan")), *of_result(result)))
+            pace = gathered(recorder.pace())
+            if not trainer.is_global_zero:
+                return
+            planned = of_result(result)
+            print(write_plan(Path(self._output or Path(trainer.default_root_dir, "plan")), *planned))
+            if is_usual(trainer):
+                now = ("ddp", "none", None)
+                self._advice = advice(now, trainer.optimizers[0], pace, *planned[:2], trainer.global_step)
+            if self._advice is not None:
+                print(self._advice.line())
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,6 +116,9 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
                     stacklevel=2,
                 )
             self._recorder = None
+        if self._advice is not None and (line := self._advice.last_line(trainer.global_step)) is not None:
+            print(line)
+        self._advice = None
 
 
 class PlanCallback(PlanCallbackMixin, Callback):

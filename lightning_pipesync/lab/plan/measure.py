@@ -138,9 +138,9 @@ def measure_cluster(device: torch.device, num_bytes: int, replicas: Replicas = E
     columns = None if rows is None or replicas.mesh is not None else rows.columns
     with closing(connect()) as transport:
         halves = costs.in_a_row(_halves_in_turns(transport), 1)
-        all_reduces = {"none": costs.one_by_one(_all_reduce(transport, "none"))}
+        all_reduces = {"none": costs.one_by_one(all_reduce_by(transport, "none"))}
     with closing(connect(topology="auto", codec=LOSSY[0])) as transport:  # as methods exchange with a codec
-        all_reduces |= {codec: costs.one_by_one(_all_reduce(transport, codec)) for codec in LOSSY}
+        all_reduces |= {codec: costs.one_by_one(all_reduce_by(transport, codec)) for codec in LOSSY}
     if Torus.of(replicas.number) is not None and replicas.mesh is None:
         with closing(connect(topology="torus2d", torus_columns=columns)) as transport:
             torus = costs.in_a_row(_halves_in_turns(transport), 1)
@@ -170,10 +170,10 @@ def _other_devices(cluster: Cluster, device: torch.device) -> Iterator[str]:
         yield "There is a GPU, and this plan is for processors: add --device cuda for a plan over NCCL."
 
 
-def codec_speed(name: str, device: torch.device | str) -> float:
+def codec_speed(name: str, device: torch.device | str, num_bytes: int = CODED) -> float:
     """Returns the bytes of fp32 values per second that this rank's device encodes and decodes with a codec."""
     codec, clock = get_codec(name), Clock(torch.device(device))
-    values = torch.linspace(-1, 1, CODED // 4, device=device)
+    values = torch.linspace(-1, 1, num_bytes // 4, device=device)
     wire = torch.empty(codec.wire_bytes(len(values), values.dtype), dtype=torch.uint8, device=device)
     decoded = torch.empty_like(values)
     moments = [clock.now()]
@@ -181,7 +181,7 @@ def codec_speed(name: str, device: torch.device | str) -> float:
         codec.encode(values, wire)
         codec.decode(wire, decoded, values.dtype)
         moments.append(clock.now())
-    return CODED / median(clock.seconds_between(*pair) for pair in pairwise(moments))
+    return num_bytes / median(clock.seconds_between(*pair) for pair in pairwise(moments))
 
 
 def _halves_in_turns(transport: Transport) -> Callable[[Tensor], Waitable]:
@@ -190,7 +190,7 @@ def _halves_in_turns(transport: Transport) -> Callable[[Tensor], Waitable]:
     return lambda flat: next(kinds)(flat)
 
 
-def _all_reduce(transport: Transport, codec: str) -> Callable[[Tensor], Waitable]:
+def all_reduce_by(transport: Transport, codec: str) -> Callable[[Tensor], Waitable]:
     """Returns this package's all-reduce, with error feedback if the codec is lossy."""
     feedbacks: dict[int, ErrorFeedback] = {}
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.predictions.cluster import Cluster
 from lightning_pipesync.lab.predictions.entry import Prediction, waiting_share
 from lightning_pipesync.lab.predictions.registry import lab_of
-from lightning_pipesync.lab.predictions.work import DEFAULT_MB, Work
+from lightning_pipesync.lab.predictions.work import DEFAULT_MB, Work, predict_ddp
 from lightning_pipesync.training.registry import METHODS
 
 #: What methods are compared with: DDP, and FSDP2 on a mesh of two dimensions where it shards replicas.
@@ -39,24 +38,24 @@ def baseline_of(cluster: Cluster) -> str:
 def predict(work: Work, cluster: Cluster) -> list[Prediction]:
     """Returns a prediction for each method, with the settings that :func:`_chosen` picks."""
     low, high = (
-        {one.name: one.seconds for group in _groups(work, cluster.with_errors(sign)) for one in group}
+        {one.name: one.seconds for group in groups_of(work, cluster.with_errors(sign)) for one in group}
         for sign in (-1, 1)
     )
-    found = [_chosen(group, work) for group in _groups(work, cluster)]
+    found = [_chosen(group, work) for group in groups_of(work, cluster)]
     return [replace(one, error=(high[one.name] - low[one.name]) / 2) for one in found]
 
 
 def fastest(work: Work, cluster: Cluster) -> dict[str, float]:
     """Returns by title the seconds of a step, with the faster of the settings that are chosen."""
     seconds: dict[str, float] = {}
-    for one in (_chosen(group, work) for group in _groups(work, cluster)):
+    for one in (_chosen(group, work) for group in groups_of(work, cluster)):
         seconds[one.title] = min(one.seconds, seconds.get(one.title, math.inf))
     return seconds
 
 
 def considered(work: Work, cluster: Cluster) -> list[Prediction]:
     """Returns what :func:`predict` does, and the exact methods with all settings from which it picks."""
-    groups = _groups(work, cluster)
+    groups = groups_of(work, cluster)
     found = [one for group in groups for one in (group if group[0].exact else [_chosen(group, work)])]
     return list({one.name: one for one in found}.values())
 
@@ -77,7 +76,7 @@ def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
     return next(hardly_wait, fastest)
 
 
-def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
+def groups_of(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     """Yields groups of settings of each of which one is chosen, see :meth:`LabEntry.predict`; the baseline's first.
 
     Those that the method refuses for this model are left out.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.clock import Clock
@@ -21,7 +21,14 @@ from lightning_pipesync.core.comm.tree import piece_bytes
 from lightning_pipesync.core.dtensors import is_sharded
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.lab.predictions.cluster import Cluster
-from lightning_pipesync.lab.predictions.entry import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
+from lightning_pipesync.lab.predictions.entry import (
+    AT_DDPS_QUALITY,
+    BenchCandidate,
+    LabEntry,
+    Prediction,
+    StandIn,
+    waiting_share,
+)
 from lightning_pipesync.lab.predictions.limits import LayerTimes
 from lightning_pipesync.lab.predictions.work import MethodWork, Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -73,6 +80,12 @@ class DeARLab(LabEntry):
             yield [self._predict_with_codec(work, cluster)]
         if work.measured_by(self.name).low_rank_seconds > 0:
             yield [self._predict_low_rank(work, cluster, topology) for topology in topologies]
+
+    def quality(self, prediction: Prediction, optimizer: Optimizer) -> str | None:
+        if prediction.exact:
+            return "with DDP's weights"
+        is_tested = type(optimizer) is AdamW and prediction.settings.get("compression") == CODEC
+        return AT_DDPS_QUALITY if is_tested else None
 
     def measure(self, module: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any] | None) -> MethodWork:
         """Measures the products of low-rank factors, unless FSDP2 has divided the matrices."""

@@ -16,6 +16,9 @@ from lightning_pipesync.lab.predictions.work import MethodWork, Work
 if TYPE_CHECKING:
     from lightning_pipesync.methods.method import Method
 
+#: What is said of a training that is not exact, and ended level with DDP (docs/benchmarks.md, docs/results.md).
+AT_DDPS_QUALITY = "at DDP's quality in our tests"
+
 #: The :class:`Exchange` that averages all weights with an outer step, by codec.
 AVERAGES = "averages"
 
@@ -148,6 +151,13 @@ class LabEntry:
         that train best come first.
         """
         yield from ()
+
+    def quality(self, prediction: Prediction, optimizer: Optimizer) -> str | None:
+        """Returns what tests have shown of the quality of a training, in words; None: not that it is DDP's.
+
+        Then nobody is advised to use it who has not asked for a plan.
+        """
+        return None
 
     def trial(self, settings: Mapping[str, Any]) -> BenchCandidate:
         """Returns what a plan runs of a prediction; raises a ValueError if a setting is out of its range."""

@@ -8,18 +8,21 @@ from statistics import median
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.dtensors import local_of
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.predictions.cluster import Cluster
-from lightning_pipesync.lab.predictions.entry import BenchCandidate, LabEntry, Prediction, StandIn
+from lightning_pipesync.lab.predictions.entry import AT_DDPS_QUALITY, BenchCandidate, LabEntry, Prediction, StandIn
 from lightning_pipesync.lab.predictions.work import MethodWork, Work
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
+
+#: Codecs of which trainings with SGD and with AdamW ended level with DDP.
+TESTED = ("none", "int8")
 
 #: How often the prediction of weights is measured.
 REPEATS = 5
@@ -61,6 +64,10 @@ class PipeSGDLab(LabEntry):
             )
             for codec, of_codec in seconds.items()
         ]
+
+    def quality(self, prediction: Prediction, optimizer: Optimizer) -> str | None:
+        is_tested = type(optimizer) in (SGD, AdamW) and prediction.settings.get("compression", "none") in TESTED
+        return AT_DDPS_QUALITY if is_tested else None
 
     def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn:
         waits = cluster.all_reduces["none"].all_reduce(num_bytes, cluster.world_size)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_pipesync.core.buckets import MIB, MOST_BUCKETS
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.predictions.limits import LayerTimes, end_of_pipeline
 
 #: The default size of DDP's buckets, in MiB, which is always considered.
@@ -29,6 +30,18 @@ class Profile:
             all_reduces: the seconds that each takes.
         """
         return self.forward + max(self.backward, end_of_pipeline(ready, all_reduces)) + self.update
+
+
+def predict_ddp(profile: Profile, link: LinkCost, world_size: int, bucket_mb: float) -> float:
+    """Returns the predicted seconds of a step of DDP, with serial all-reduces of its buckets, each once it is full."""
+    ready, durations, filled = [], [], 0
+    for i, tensor in enumerate(profile.tensors):
+        filled += tensor.num_bytes
+        if filled >= bucket_mb * MIB or i == len(profile.tensors) - 1:
+            ready.append(tensor.ready)
+            durations.append(link.all_reduce(filled, world_size))
+            filled = 0
+    return profile.seconds_with_all_reduces(ready, durations)
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,9 @@ class PipeSGD(SyncMethod):
             self.record.restart(index)
         self.flushed = False
 
+    def settle(self) -> None:
+        self._queue.wait_all()
+
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         if self.config.drain:
             self.drain(before_update)

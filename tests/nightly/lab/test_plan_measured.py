@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.lab.bench import bandwidth
 from lightning_pipesync.lab.bench.bandwidth import JobSockets, measure_bandwidth
 from lightning_pipesync.lab.bench.candidates import Candidate, MethodCandidate
@@ -53,7 +54,7 @@ def free_cluster(world_size: int = 2, bandwidth: float = 1e9) -> Cluster:
 def test_a_wait_after_the_last_gradient_is_no_computation() -> None:
     """As in DDP, whose backward pass ends when the others' gradients have come."""
     module = nn.Linear(2, 2)
-    recorder = StepRecorder(module, torch.device("cpu"))
+    recorder = StepRecorder(module, Clock(torch.device("cpu")))
     for _ in range(3):
         recorder.begin_forward()
         loss = module(torch.ones(2)).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -90,6 +91,18 @@ def open_and_close() -> None:
         Transport(timeout_s=60).close()
 
 
+def policies() -> tuple[set[int], int]:
+    """Returns the scheduling policies of the new loops of Gloo, and of the thread that has made them."""
+    tasks = Path("/proc/self/task")
+    before = {task.name for task in tasks.iterdir()}
+    transport = Transport(timeout_s=60)
+    new = (task for task in tasks.iterdir() if task.name not in before)
+    loops = [int(task.name) for task in new if (task / "comm").read_text().startswith("gloo")]
+    found = {os.sched_getscheduler(loop) for loop in loops}
+    transport.close()
+    return found, os.sched_getscheduler(0)
+
+
 def refuse() -> None:
     columns = 2 + 2 * (dist.get_rank() % 2)
     assert_refused(
@@ -124,12 +137,17 @@ AUTO = {
 
 
 def test_four_ranks() -> None:
-    """Messages keep their order; a quick rank may close at once, while others connect; the same is refused on all."""
+    """Messages keep their order; a quick rank may close at once, while others connect; the same is refused on all.
+
+    Gloo's loops, and no other thread, have the policy for batch jobs.
+    """
     auto: dict[Any, Any] = {key: partial(call_on_hosts, key[0], topologies, [*key[1]]) for key in AUTO}
-    outcomes = launch_cases({"messages": messages, "open": open_and_close, "refuse": refuse, **auto}, 4)
+    plain = {"messages": messages, "open": open_and_close, "refuse": refuse, "loops": policies}
+    outcomes = launch_cases({**plain, **auto}, 4)
     first = [[10.0 * (rank - 1 if rank else 3) + i for i in range(3)] for rank in range(4)]
     assert outcomes["messages"] == first
     assert outcomes["open"] == outcomes["refuse"] == [None] * 4
+    assert outcomes["loops"] == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 4
     for key, rows in AUTO.items():
         assert outcomes[key] == [["torus2d with rows of 2 ranks" if rows else "flat", "flat", "flat"]] * 4, key
 

@@ -9,10 +9,9 @@ import pytest
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.predictions.cluster import BackendCost, Cluster, MeasuredCost, compression_of
 from lightning_pipesync.lab.predictions.limits import LayerTimes, StepCost, end_of_pipeline
-from lightning_pipesync.lab.predictions.work import Profile
+from lightning_pipesync.lab.predictions.work import Profile, predict_ddp
 from lightning_pipesync.methods.dear.schedule import BucketTimes, choose_early_gathers, simulate_step
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench import benchmark
-from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.netlab import network
 from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.report import as_markdown
@@ -25,7 +24,7 @@ from lightning_pipesync.lab.plan.work import slow_ranks, slowest
 from lightning_pipesync.lab.predictions.cluster import BackendCost, Cluster, MeasuredCost
 from lightning_pipesync.lab.predictions.dear import half_seconds, step_seconds, topologies_of
 from lightning_pipesync.lab.predictions.limits import LayerTimes
-from lightning_pipesync.lab.predictions.work import LayerWork, MethodWork, Profile, Work
+from lightning_pipesync.lab.predictions.work import LayerWork, MethodWork, Profile, Work, predict_ddp
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.training.registry import METHODS
 from tests.support.own_methods import OWN

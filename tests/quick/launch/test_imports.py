@@ -73,7 +73,7 @@ def test_every_folder_is_on_a_level() -> None:
 
 
 def test_only_the_command_opens_the_laboratory() -> None:
-    """And ``PlanCallback``, which is imported on request."""
+    """And ``PlanCallback`` and the advisor of a training, which are imported on request."""
     outside = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "lab"]
     opened_by = [path.name for path in outside if any("lightning_pipesync.lab" in name for name in imports_of(path))]
     assert sorted(opened_by) == ["__init__.py", "cli.py"]
