@@ -84,7 +84,7 @@ class CommQueue:
     ) -> Queued[T]:
         """Queues an operation and returns a handle, which waits for the operation and for ``after``.
 
-        One of NCCL or on a torus may stay unfinished until ``IN_FLIGHT`` more have started, or until
+        One of NCCL or on a torus may stay unfinished until ``IN_FLIGHT`` have started, itself included, or until
         :meth:`start_finishing`.
 
         Args:

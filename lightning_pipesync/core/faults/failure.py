@@ -211,7 +211,7 @@ class PeerWatch:
                 self._diagnosis = self._diagnose()
             fault = self._diagnosis
         why = f"timeout_s={self._timeout_s:g}; {KNOWN if self._has_ended_waits else cause_of(error)}"
-        return f"{fault}; rank {self._rank} timed out waiting for {what} ({why})."
+        return f"{fault}; rank {self._rank} waited for {what} ({why})."
 
     def _diagnose(self) -> str:
         """Returns in words which rank is at fault; publishes it."""
