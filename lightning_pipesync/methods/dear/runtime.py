@@ -20,7 +20,8 @@ from lightning_pipesync.core.guarded_states import at_hand, bring_back, send_awa
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
-from lightning_pipesync.methods.dear.buckets import IN_BUCKETS, FusedBucket, FusedBuckets
+from lightning_pipesync.methods.dear.bucket import IN_BUCKETS, FusedBucket
+from lightning_pipesync.methods.dear.buckets import FusedBuckets
 from lightning_pipesync.methods.dear.config import DeARConfig, Overlap
 from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
-from lightning_pipesync.methods.dear.buckets import FusedBucket
+from lightning_pipesync.methods.dear.bucket import FusedBucket
 from tests.support.harness import DIED, launch, on_ranks, raised
 from tests.support.lightning_models import LOCAL, Classifier, make_strategy, train_loader, trainer, val_loader
 from tests.support.lost_ranks import be_patient, die, wait_for
