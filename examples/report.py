@@ -91,7 +91,7 @@ def print_table(runs: Sequence[Run], title: str) -> None:
             str(row.steps),
             f"{row.seconds:.1f}",
             f"{row.times_as_fast:.2f}",
-            f"{row.mib_sent:.1f}",
+            f"{row.mib_sent:.0f}",
         )
     Console().print(table)
 
@@ -122,11 +122,13 @@ def draw_picture(runs: Sequence[Run], title: str, path: Path) -> None:
         rows = summarize(runs)
         names = [row.strategy for row in rows]
         drawn = bars.barh(names, [row.seconds for row in rows], color=[looks[name]["color"] for name in names])
-        labels = [f"{row.times_as_fast:.2f} times, {row.mib_sent:.0f} MiB, {100 * row.difference:+.2f}" for row in rows]
+        labels = [
+            f"{row.times_as_fast:.2f} times, {row.mib_sent:.0f} MiB, {100 * row.difference:+.2f} points" for row in rows
+        ]
         bars.bar_label(drawn, labels, padding=4, fontsize="small")
         bars.invert_yaxis()
         bars.set(
-            title=title, xlabel=f"seconds for {rows[0].steps} steps", xlim=(0, 1.4 * max(row.seconds for row in rows))
+            title=title, xlabel=f"seconds for {rows[0].steps} steps", xlim=(0, 1.6 * max(row.seconds for row in rows))
         )
         for panel in (curves, bars):
             panel.spines[["top", "right"]].set_visible(False)
