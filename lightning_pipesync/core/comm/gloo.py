@@ -239,12 +239,12 @@ class GlooExchange:
 
     def _sum_values(self, exchange: Exchange, contributions: Mapping[int, Tensor]) -> Tensor:
         """Adds in rank order, so that the result depends neither on the summing rank nor on the order of arrival."""
-        first, second, *others = sorted(contributions)
+        order = sorted(contributions)
         if self._rank == 1:
-            first, second = 1, 0  # the same sum, in place
+            order[:2] = [1, 0]  # the same sum, in place
         exchange.wait_for(contributions)
-        total = contributions[first]
-        for rank in (second, *others):
+        total = contributions[order[0]]
+        for rank in order[1:]:
             total.add_(contributions[rank])
         return total
 
@@ -256,9 +256,8 @@ class GlooExchange:
             exchange.wait_for(range(self._world_size))
             decoded = self._pool.take(len(wires), own.numel(), dtype=dtype)
             codec.decode(wires, decoded, own.dtype)
-            first, second, *others = decoded.unbind()
-            torch.add(first, second, out=total)
-            for values in others:
+            total.copy_(decoded[0])
+            for values in decoded[1:].unbind():
                 total.add_(values)
             self._pool.give(decoded)
             return total
