@@ -139,10 +139,16 @@ def measured(simulated: Collectives) -> Cluster:
     return Cluster(ranks, bandwidth, backend, cost(in_a_row, 1), whole, {AVERAGES: whole}, torus_columns=rows)
 
 
+#: The methods whose steps are simulated.
+SIMULATED = ("ddp", "dear", "pipe_sgd", "local_sgd", "selsync")
+
+
 def steps(work: Work, cluster: Cluster, simulated: Collectives) -> list[dict[str, Any]]:
     """Returns of DDP and each method the fastest exact settings, or those that a plan chooses, with both times."""
     found: dict[str, Prediction] = {}
     for one in considered(work, cluster):
+        if one.method not in SIMULATED:  # a method of one's own, or parameter servers
+            continue
         if one.method not in found or one.seconds < found[one.method].seconds:
             found[one.method] = one
     return [
@@ -180,7 +186,6 @@ def step_seconds(one: Prediction, work: Work, cluster: Cluster, simulated: Colle
         return max(compute, average)
     if one.method == "local_sgd":
         return local_sgd.step_seconds(compute, average, average, settings)
-    assert one.method == "selsync"
     return compute + (1 - settings["lssr"]) * average
 
 
