@@ -28,7 +28,7 @@ from lightning_pipesync.lab.plan.saved import of_result
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import assert_raised, launch, raised
 
-METHODS = ("dear", "local_sgd:period=2")
+METHODS = ("dear:bucket_mb=2", "local_sgd:period=2")
 BLOCKS, WIDTH = 3, 64
 
 
@@ -174,7 +174,7 @@ def test_memory_of_a_rank_is_that_of_its_tensors(runs: Outcomes) -> None:
     between, peak = used[HSDP]
     assert 16 * numel <= between < 18 * numel, "weights, gradients, and the state of AdamW"
     assert 24 * numel <= peak, "and the whole gathered weights"
-    assert used["dear, 2 MiB"][1] <= 1.1 * peak, "buckets have no memory while the weights are gathered"
+    assert used["dear (bucket_mb=2)"][1] <= 1.1 * peak, "buckets have no memory while the weights are gathered"
     averages = used["local_sgd (period=2)"]
     assert averages[0] < between + 3 * numel, "nor those of averages between them: what is received has half as much"
     assert averages[1] <= 1.1 * peak

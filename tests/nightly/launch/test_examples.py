@@ -70,17 +70,20 @@ def test_digits(tmp_path: Path) -> None:
     printed = printed_by(1, "digits.py", "--epochs", 2, "--output", output)
     results = json.loads((output / "results.json").read_text())["results"][0]
     for row in results["table"]:
-        [line] = [line for line in printed.splitlines() if line.startswith(f"  {row['strategy']} ")]
-        assert f"{row['mib_sent']:.1f}" in line
+        [line] = [line for line in printed.splitlines() if line.startswith(f"  {row['strategy']}  ")]
+        assert f"{row['mib_sent']:.0f}" in line
+        assert f"{100 * row['difference']:+.2f}" in line
         assert row["steps"] == 38  # of 1,197 images on 2 processes, 32 at a step
-    ddp, _, selsync, local_sgd = results["table"]
-    assert [row["strategy"] for row in results["table"]] == ["ddp", "dear", "selsync", "local_sgd"]
+    ddp, dear, few_bits, selsync, local_sgd = results["table"]
+    assert [row["strategy"] for row in results["table"]] == ["ddp", "dear", "dear, 4 bits", "selsync", "local_sgd"]
     assert ddp["times_as_fast"] == 1
+    assert ddp["difference"] == dear["difference"] == 0
+    assert few_bits["mib_sent"] < ddp["mib_sent"] / 4
     assert selsync["mib_sent"] < ddp["mib_sent"]
     assert local_sgd["mib_sent"] < ddp["mib_sent"] / 3
     accuracies = {run["strategy"]: run["accuracies"] for run in results["runs"]}
     assert accuracies["dear"] == accuracies["ddp"]
-    assert "selsync    seed 0  epoch  2 of 2" in printed
+    assert "selsync       seed 0  epoch  2 of 2" in printed
     assert (output / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
