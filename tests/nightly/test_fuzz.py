@@ -47,7 +47,7 @@ def test_each_layer_event_and_optimizer_is_that_of_the_reference(method: str) ->
 
 @pytest.mark.parametrize(("method", "num_ranks"), [("ea_pipe", 2), *((method, 3) for method in RUNS)])
 def test_random_configurations(method: str, num_ranks: int) -> None:
-    check(method, num_ranks, range(12 if num_ranks == 2 else 4))
+    check(method, num_ranks, range(12 if num_ranks == 2 else 6))
 
 
 @pytest.mark.parametrize("method", METHODS_OF_SHARDS)

@@ -58,9 +58,10 @@ class DeARConfig(Settings):
     fusion: FusionMethod = "auto"
     """Tensor fusion (Section IV). ``auto``: the fastest of up to three sizes, in some 40 steps; for these a simulation
     of the step, from what the first steps and the network have taken, is shortest. It is ``buffer`` if ``bucket_mb`` is
-    set, and with several optimizers. ``buffer``: buckets up to ``bucket_mb`` (DeAR-FB); ``bo``: up to a size that
-    Bayesian optimization finds during training (DeAR-BO); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
-    ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways."""
+    set, with several optimizers, and between replicas of several ranks. ``buffer``: buckets up to ``bucket_mb``
+    (DeAR-FB); ``bo``: up to a size that Bayesian optimization finds during training (DeAR-BO); ``layers``: of
+    ``num_layers`` neighboring layers (DeAR-NL); ``none``: a bucket for every tensor. ``random`` and ``grid`` search in
+    other ways."""
 
     bucket_mb: MiB | None = None
     """Maximum bucket size in MiB; in a search, that of the first trial. None: 25."""

@@ -22,7 +22,7 @@ from lightning_pipesync.core.sharding import copies_of
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.bucket import IN_BUCKETS, FusedBucket
 from lightning_pipesync.methods.dear.buckets import FusedBuckets
-from lightning_pipesync.methods.dear.config import DeARConfig, Overlap
+from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fusion_search import FusionTuner, Trial
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
@@ -406,13 +406,16 @@ class DeAR(SyncMethod):
     def _effective_config(self) -> DeARConfig:
         """The settings. Several optimizers may step at different times: nothing is gathered before, or simulated.
 
-        What a replica of several ranks has divided already is not divided again.
+        What a replica of several ranks has divided already is not divided again; its ranks, which exchange with
+        different ones, would end their trials of bucket sizes at different steps.
         """
         config = self.config
-        if len(self.optimizers) > 1:
-            overlap: Overlap = "forward" if config.overlap == "eager" else config.overlap
-            config = replace(config, overlap=overlap, fusion="buffer" if config.chooses_fusion else config.fusion)
-        return config if self._sharded is None else replace(config, update="replicated")
+        several, sharded = len(self.optimizers) > 1, self._sharded is not None
+        if config.chooses_fusion and (several or sharded):
+            config = replace(config, fusion="buffer")
+        if several and config.overlap == "eager":
+            config = replace(config, overlap="forward")
+        return replace(config, update="replicated") if sharded else config
 
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""
