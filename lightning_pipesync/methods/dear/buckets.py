@@ -23,16 +23,9 @@ from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.schedule import EarlyGathers, MeasuredStep
 from lightning_pipesync.methods.gradients.backpipe import BackPipe
-from lightning_pipesync.methods.gradients.bucket_update import (
-    gather_states,
-    whole_states,
-)
+from lightning_pipesync.methods.gradients.bucket_update import gather_states, whole_states
 from lightning_pipesync.methods.gradients.feedpipe import ExecutionOrder, FeedPipe
-from lightning_pipesync.methods.gradients.low_rank import (
-    LowRankGradients,
-    factor_bytes,
-    low_rank_gradients,
-)
+from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, factor_bytes, low_rank_gradients
 
 V = TypeVar("V")
 

@@ -215,7 +215,9 @@ class FusionTuner:
         search = SEARCHES.get(self._config.fusion)
         if (search is None and not self._config.chooses_fusion) or sizes == self._sizes:
             return
-        self._sizes, self.fusion, self.trials = sizes, self._config.first_fusion(), []
+        self._sizes, self.trials = sizes, []
+        self._search, self._compares = None, False
+        self._begin_trial(self._config.first_fusion())
         missing = missing_extra("tune", "fusion='bo'") if self._config.fusion == "bo" else None
         everyone = self._transport.gather_objects((torch.are_deterministic_algorithms_enabled(), missing))
         deterministic = any(wanted for wanted, _ in everyone) or any(copies_of(p.tensor) > 1 for p in parameters)
@@ -235,7 +237,6 @@ class FusionTuner:
             if self._config.search_mb is None:
                 smallest = min(smallest, largest / MOST_BUCKETS)
             self._search = search(self.fusion, smallest, largest, self._config.max_trials)
-        self._begin_trial(self.fusion)
 
     def end_of_trial(self) -> bool:
         """Returns whether this is rank 0 and it has chosen the next size, on a thread, while training continues."""

@@ -14,6 +14,7 @@ from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fusion_search import SEARCHES, Trial
 from lightning_pipesync.methods.dear.schedule import MeasuredStep
 from tests.support.case_table import launch_cases
+from tests.support.harness import on_ranks
 from tests.support.method_runs import backwards
 from tests.support.models import Averaged, Run, assert_same, state
 
@@ -96,6 +97,40 @@ def train_with_simulated_sizes(settings: dict[str, Any]) -> dict[str, Any]:
         fresh.sync.detach()
         shown = {"fusions": fusions, "tuned": tuned, "planned": planned, "trials": trials, "resumed": resumed}
         return {"weights": run.end(), **shown}
+
+
+def parameters_after_a_thaw() -> list[tuple[int, bool]]:
+    """How many parameters each simulation had, and whether sizes are final, before a layer is thawed and after."""
+    seen: list[int] = []
+
+    def candidates(step: MeasuredStep) -> list[Fusion]:
+        seen.append(len(step.parameters))
+        return SIZES
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeasuredStep, "candidates", candidates)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        optimizer = torch.optim.SGD(model[1:].parameters(), lr=0.01)
+        sync = DeAR(model, optimizer)
+        for _ in range(2):
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                model(torch.ones(2, 8)).sum().backward()
+                sync.step()
+                await_decision(sync)
+            found.append((sum(seen), sync.tuned))
+            if len(found) == 1:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+        sync.detach()
+    return found
+
+
+def test_sizes_are_chosen_anew_for_other_parameters() -> None:
+    rank_0, rank_1 = on_ranks(parameters_after_a_thaw, 2)
+    assert rank_0 == [(4, True), (10, True)], "a simulation of 4 parameters, then one of 6"
+    assert [tuned for _, tuned in rank_1] == [True, True]
 
 
 def average_plainly() -> dict[str, Any]:
