@@ -9,6 +9,7 @@ from benchmarks.tasks import Task
 from benchmarks.training import config_types
 from benchmarks.virtual_workers.batches import Order
 from benchmarks.virtual_workers.replicas import ReplicaTraining
+from benchmarks.virtual_workers.served import ServedReplicas, ServedTraining
 from benchmarks.virtual_workers.training import DDPTraining, PipeSGDTraining, VirtualTraining
 from lightning_pipesync.lab.bench.named_settings import split_method
 
@@ -31,4 +32,7 @@ def virtual_training(
         return PipeSGDTraining(*shape), order
     if name == "ddp":
         return DDPTraining(task, None, num_workers, seeds, num_steps), order
-    raise ValueError(f"{name!r} has no virtual workers; ddp, selsync, local_sgd and pipe_sgd do.")
+    if name == "parameter_server":
+        served = ServedReplicas if config.policy == "diloco" else ServedTraining
+        return served(*shape), order
+    raise ValueError(f"{name!r} has no virtual workers; ddp, selsync, local_sgd, pipe_sgd and parameter_server do.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ ROWS = 64
 class StackedModel:
     """The model of a task, computed for many rows of weights and buffers at once.
 
-    A row has all parameters one after the other, ``[size]``; its buffers are the floating-point ones, ``[buffer_size]``.
+    A row has all parameters one after the other, ``[size]``; buffers are the floating-point ones, ``[buffer_size]``.
     """
 
     def __init__(self, task: Task) -> None:
@@ -42,7 +43,7 @@ class StackedModel:
         names = [name.rpartition(".")[0] for name, *_ in self._shapes]
         first = [i for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
         ends = [sum(numel for *_, numel in self._shapes[:end]) for end in [*first, len(names)]]
-        sizes = [4 * (end - begin) for begin, end in zip(ends, ends[1:], strict=False)]
+        sizes = [4 * (end - begin) for begin, end in pairwise(ends)]
         return [slice(ends[part[0]], ends[part[-1] + 1]) for part in divide(sizes, number)]
 
     def gradients(self, weights: Tensor, buffers: Tensor, batch: Sequence[Tensor]) -> Tensor:
@@ -64,15 +65,18 @@ class StackedModel:
         return torch.cat(found)
 
     @torch.no_grad()
-    def scores(self, weights: Tensor, buffers: Tensor, batch: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the scores of each row on one batch ``[samples, ...]``; shape ``[rows]``."""
+    def scores(self, weights: Tensor, buffers: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+        """Returns the sums of the scores of each row, ``[rows]``, on one batch ``[samples, ...]``; and their number."""
         self._module.eval()
+        numbers: list[int] = []
 
         def score(row: Tensor, of_buffers: Tensor) -> Tensor:
-            return self._task.score(self._module_with(row, of_buffers)[0], tuple(batch))[0]
+            total, number = self._task.score(self._module_with(row, of_buffers)[0], tuple(batch))
+            numbers.append(number)
+            return total
 
         with sdpa_kernel(SDPBackend.MATH):
-            return torch.cat([vmap(score)(weights[rows], buffers[rows]) for rows in _blocks(len(weights), 4)])
+            return vmap(score)(weights, buffers), numbers[0]
 
     def _loss(self, row: Tensor, buffers: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         module, own = self._module_with(row, buffers)
@@ -96,8 +100,8 @@ def _views(row: Tensor, shapes: Sequence[tuple[str, torch.Size, int]]) -> dict[s
     return {name: part.view(shape) for (name, shape, _), part in zip(shapes, parts, strict=True)}
 
 
-def _blocks(number: int, size: int = ROWS) -> list[slice]:
-    return [slice(begin, begin + size) for begin in range(0, number, size)]
+def _blocks(number: int) -> list[slice]:
+    return [slice(begin, begin + ROWS) for begin in range(0, number, ROWS)]
 
 
 def tensors_of(data: Any) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,14 +39,13 @@ def _mnist1d() -> Task:
 
 
 def _digits() -> Task:
-    task = _shifted(build_task("digits"))
-    return replace(task, build_module=_cnn, batch_size=8)
+    return replace(build_task("digits"), build_module=_cnn, batch_size=8)
 
 
 def _resnet() -> Task:
     """A ResNet-18 of width 4, 44,000 values, with BatchNorm."""
-    task = _shifted(build_task("digits"))
-    return replace(task, build_module=lambda: resnet(18, 10, width=4, channels=1, for_small_images=True), batch_size=8)
+    network = partial(resnet, 18, 10, width=4, channels=1, for_small_images=True)
+    return replace(build_task("digits"), build_module=network, batch_size=8)
 
 
 def _topics() -> Task:
@@ -64,6 +64,9 @@ def _topics() -> Task:
 #: What makes each task, and its learning rates by the name of the optimizer.
 TASKS: dict[str, Callable[[], Task]] = {"mnist1d": _mnist1d, "digits": _digits, "resnet": _resnet, "topics": _topics}
 OPTIMIZERS = ("sgd", "adamw")
+_AUGMENTED = ("digits", "resnet")
+#: By task and optimizer, and then by the number of workers: what is best for DDP on the validation set.
+RATES: dict[tuple[str, str], dict[int, float]] = {}
 
 
 def build(name: str, optimizer: str, lr: float, on_validation: bool = False) -> Task:
@@ -71,6 +74,8 @@ def build(name: str, optimizer: str, lr: float, on_validation: bool = False) -> 
     task = TASKS[name]()
     if on_validation:
         task = task.with_validation()
+    if name in _AUGMENTED:
+        task = _shifted(task)
 
     def sgd(module: nn.Module) -> Optimizer:
         return SGD(module.parameters(), lr=lr, momentum=0.9, weight_decay=_WEIGHT_DECAY)
@@ -97,4 +102,6 @@ def _shifted(task: Task) -> Task:
     padded = pad(images, (1, 1, 1, 1))
     height, width = images.shape[2:]
     moved: list[Tensor] = [padded[:, :, y : y + height, x : x + width] for y in range(3) for x in range(3)]
-    return replace(task, train_set=TensorDataset(torch.cat(moved), labels.repeat(9)), labels=labels.repeat(9))
+    return replace(
+        task, train_set=TensorDataset(torch.cat(moved), labels.repeat(9)), labels=labels.repeat(9), plain_train_set=None
+    )

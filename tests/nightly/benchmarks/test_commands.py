@@ -47,6 +47,12 @@ RUNS: dict[str, tuple[str, str, str]] = {
         "off by",
         "plan_accuracy",
     ),
+    "quality": (
+        "--tasks mnist1d --optimizers sgd --workers 2 3 --methods ddp selsync pipe_sgd:compression=int8 --seeds 0 1 "
+        "--steps 30 --evaluations 2 --rate 0.05 --processes 1",
+        "| pipe_sgd: compression=int8 |",
+        "quality",
+    ),
     "scale": (
         "--networks resnet50 --hosts 8 16 --gbits 1 10 --cards 1 2",
         "| dear, one rank a host | 4 |",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,13 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from benchmarks.converge import parse_method
+from benchmarks.learners.host_speed import HostSpeeds
+from benchmarks.learners.simulated_learners import SimulatedLearners
+from benchmarks.named_settings import parse_named
 from benchmarks.tasks import Task
+from benchmarks.training import config_types
 from benchmarks.virtual_workers.all_reduce import AllReduce
+from benchmarks.virtual_workers.batches import Batch
 from benchmarks.virtual_workers.methods import virtual_training
 from benchmarks.virtual_workers.tasks import build
 from lightning_pipesync.core.codecs import get_codec
@@ -156,6 +162,63 @@ def all_reduced(name: str, numel: int) -> list[Tensor]:
 
 def values_of(rank: int, round_: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(10 * round_ + rank))
+
+
+def trained_virtually(kind: str, method: str, workers: int) -> Tensor:
+    return of_virtual_workers(method, kind, workers)[0]
+
+
+def test_a_synchronous_server_trains_as_ddp() -> None:
+    served = trained_virtually("sgd", "parameter_server:policy=sync", 3)
+    torch.testing.assert_close(served, trained_virtually("sgd", "ddp", 3), rtol=1e-5, atol=1e-6)
+
+
+def test_diloco_with_servers_that_wait_for_all_trains_as_local_sgd() -> None:
+    """Both with an outer step of Nesterov momentum; plain SGD, since the learners take other batches each time."""
+    settings = "period=1,outer_lr=0.7,outer_momentum=0.9"
+    served = trained_virtually("one_tensor", f"parameter_server:policy=diloco,{settings}", 3)
+    local = trained_virtually("one_tensor", f"local_sgd:outer_optimizer=nesterov,{settings}", 3)
+    torch.testing.assert_close(served, local, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["async", "k_async,k=2", "ssp,staleness_bound=2", "k_batch_sync,k=2"])
+def test_stale_gradients_are_those_of_the_log(method: str) -> None:
+    """Each update as the log says, one after the other, by a module and its optimizer."""
+    task, learners = task_of("sgd"), 4
+    name = f"parameter_server:policy={method}"
+    training, order = virtual_training(task, name, learners, (SEED,), STEPS)
+    steps = [batches[0].tensors for batches in islice(order, STEPS)]
+    queue = [(x[learner], y[learner]) for x, y in steps for learner in range(learners)]
+    for tensors in steps:
+        training.step([Batch(torch.arange(learners), tensors)])
+
+    torch.manual_seed(SEED)
+    module, config = task.build_module(), parse_named(name, config_types())
+    optimizer = task.optimizer(module)
+    scheduler = task.scheduler(optimizer, STEPS)
+    gradients = config.policy_for(learners).gradients
+    optimizer.param_groups[0]["lr"] *= gradients / learners
+    scheduler.base_lrs = [optimizer.param_groups[0]["lr"]]
+    versions, used = [copy.deepcopy(module.state_dict())], 0
+    passes = HostSpeeds(stalling=1.0, stall_s=1.0).of_hosts(learners, SEED)
+    for _, update in islice(SimulatedLearners(config, passes).updates(), learners * STEPS // gradients):
+        for _ in range((used + gradients - 1) // learners - scheduler.last_epoch):
+            scheduler.step()
+        total = [torch.zeros_like(p) for p in module.parameters()]
+        for gradient in update.gradients:
+            seen = task.build_module()
+            seen.load_state_dict(versions[gradient.version])
+            task.loss(seen, queue[used]).backward()
+            used += 1
+            for sum_, p in zip(total, seen.parameters(), strict=True):
+                sum_ += p.grad / gradients  # type: ignore[operator]
+        for sum_, p in zip(total, module.parameters(), strict=True):
+            p.grad = sum_
+        nn.utils.clip_grad_norm_(module.parameters(), 0.8)
+        optimizer.step()
+        versions.append(copy.deepcopy(module.state_dict()))
+    expected = torch.cat([p.detach().flatten() for p in module.parameters()])
+    torch.testing.assert_close(training.consolidated()[0][0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_simulated_is_refused() -> None:
