@@ -93,7 +93,7 @@ class ReplicaTraining(VirtualTraining):
 
     def _update(self, is_local: bool) -> None:
         """Takes the optimizer's step, in a local one with scaled learning rates (:class:`StepSize`)."""
-        scale = self._config.lr_scale
+        scale = self._config.scale_of_steps
         scales = torch.tensor([[size.scale] for size in self._step_sizes] if scale == "auto" else [[scale]])
         if not is_local or bool((scales == 1).all()):
             self.optimizer.step()

@@ -56,7 +56,7 @@ class LocalSGD(ElasticReplicaMethod):
         {
             "rounds": MetricInfo("rounds so far, in each of which all weights were averaged", over_ranks="same"),
             "lssr": MetricInfo("share of the steps so far that stayed local", over_ranks="same"),
-            "lr_scale": MetricInfo("factor on the learning rate of local steps", over_ranks="same"),
+            "lr_scale": MetricInfo("factor on the learning rate of local steps"),
             **ElasticReplicaMethod.metric_infos,
         }
     )

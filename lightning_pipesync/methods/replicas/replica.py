@@ -53,7 +53,7 @@ class Replica:
         # At least one when ranks are lost; at the beginning, a share that gives none is refused.
         self._num_participants = max(1, number_of_participants(config.participation, self._num_replicas))
         total = transport.sum_over_shards
-        self._step_size = StepSize(optimizer, config.lr_scale, self._num_participants, total)
+        self._step_size = StepSize(optimizer, config.scale_of_steps, self._num_participants, total)
         self._num_started = 0  # averages of fragments
         self._states_diverged = False  # of the optimizers, from the first local step on
         self._gradients: SynchronousGradients | None = None  # of a warm-up or a group

@@ -132,6 +132,11 @@ class ReplicaSettings(Settings):
         return 1.0
 
     @property
+    def scale_of_steps(self) -> float | Literal["auto"]:
+        """``lr_scale``, where steps are of one rank's gradients."""
+        return self.lr_scale
+
+    @property
     def overlaps_forward(self) -> bool:
         """Whether averages run under the next forward pass."""
         return False

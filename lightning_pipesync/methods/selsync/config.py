@@ -64,6 +64,11 @@ class SelSyncConfig(ReplicaSettings):
     """Smoothing factor of the moving average, in (0, 1]. The paper uses number of ranks / 100, 0.16 for its 16 ranks;
     then the meaning of ``delta`` depends on the number of ranks."""
 
+    lr_scale: float | Literal["auto"] = "auto"
+    """With ``aggregation="parameters"``: factor on the optimizer's learning rate. ``auto``: with ``delta="auto"``, and
+    for torch's Adam, AdamW, NAdam and RAdam, as measured, from 1 to the root of the number of ranks, so that a step,
+    which the noise of a rank's batch shortens, is as long as with averaged gradients; otherwise 1."""
+
     outer_lr: float = 1.0
     """With ``aggregation="parameters"``: learning rate of the outer step from the weights of the last synchronized step
     to the average of the replicas. 1: to the average, as in the paper."""
@@ -135,6 +140,15 @@ class SelSyncConfig(ReplicaSettings):
         return ("none", False) if self.aggregation == "gradients" else super().codec_of_weights
 
     @property
+    def scale_of_steps(self) -> float | Literal["auto"]:
+        unscaled = self.aggregation == "gradients" or self.is_local
+        return 1.0 if unscaled or (self.lr_scale == "auto" and not self._finds_delta) else self.lr_scale
+
+    @property
+    def _finds_delta(self) -> bool:
+        return self.delta == "auto" and self.lssr > 0
+
+    @property
     def is_local(self) -> bool:
         """Whether all steps are local."""
         return self.delta == math.inf
@@ -145,7 +159,7 @@ class SelSyncConfig(ReplicaSettings):
         if self.average == "server":
             return 0.0
         like_adam = any("betas" in group for group in optimizer.param_groups)
-        return MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
+        return MOMENTUM_WITH_ADAM if self._finds_delta and like_adam else 0.0
 
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
         lr, momentum = self.outer_lr, self.outer_momentum_of(optimizer)
@@ -162,7 +176,7 @@ class SelSyncConfig(ReplicaSettings):
         if not self.overlaps_forward:
             ignored["wait_for_hooks"] = "with an average that ends before step() returns: set overlap='forward'"
         if self.aggregation == "gradients":
-            for name in ("outer_lr", "outer_momentum", "overlap"):
+            for name in ("lr_scale", "outer_lr", "outer_momentum", "overlap"):
                 ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"
         if self.is_local:
             for name in (
@@ -172,6 +186,7 @@ class SelSyncConfig(ReplicaSettings):
                 "error_feedback",
                 "low_rank",
                 "low_rank_method",
+                "lr_scale",
                 "outer_lr",
                 "outer_momentum",
                 "overlap",

@@ -106,6 +106,7 @@ class SelSync(ReplicaMethod):
             "synchronized_steps": MetricInfo("steps so far that were synchronized", over_ranks="same"),
             "relative_gradient_change": MetricInfo("that of the last step (Eq. 2)", over_ranks="max"),
             "delta": MetricInfo("threshold of the next step", over_ranks="same"),
+            "lr_scale": MetricInfo("factor on the learning rate of the last step's optimizer"),
             **NETWORK_METRICS,
         }
     )
@@ -183,6 +184,7 @@ class SelSync(ReplicaMethod):
             "synchronized_steps": self.num_synchronized_steps,
             "relative_gradient_change": self.last.relative_change,
             "delta": self.delta,
+            "lr_scale": self._replicas[self._stepped].lr_scale,
             **super().metrics(),
         }
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync import SelSync
+from lightning_pipesync import LocalSGD, SelSync
+from lightning_pipesync.methods.replicas.step_size import EVERY
 from tests.references.local_sgd import average_where_different
 from tests.references.selsync import simulate
 from tests.support.case_table import launch_cases
@@ -58,7 +59,9 @@ def max_norm_of(name: str) -> float | None:
 def train(name: str, resumed_at: int | None) -> dict[str, Any]:
     """Trains STEPS steps; the ranks start from different weights, of which rank 0's count."""
     optimizer, settings, _ = CASES[name]
-    run = Run(SelSync, optimizer, seeded_mlp(dist.get_rank(), batch_norm=True), bucket_mb=1e-4, **settings)
+    run = Run(
+        SelSync, optimizer, seeded_mlp(dist.get_rank(), batch_norm=True), bucket_mb=1e-4, lr_scale=1.0, **settings
+    )
     synchronized, changes, deltas = [], [], []
     for i in range(STEPS):
         if i == resumed_at:
@@ -125,6 +128,28 @@ def assert_follows_algorithm_1(world_size: int, resumed_at: int | None, names: l
             assert_same(outcome["own"], own[rank], f"{name}, rank {rank}")
             assert_same(outcome["flushed"], replicas[0].state_dict(), f"{name}, rank {rank}, flushed")
             assert outcome["lssr"] == pytest.approx(1 - num_synchronized / STEPS)  # Eq. 4
+
+
+def with_scaled_steps(method: str) -> tuple[dict[str, Any], float]:
+    """Returns the replica after some steps of AdamW, and the factor on its learning rate."""
+    makes: dict[str, Any] = {
+        "selsync": lambda: Run(SelSync, "adamw", outer_momentum=0.0, partition="defdp"),
+        "local_sgd": lambda: Run(LocalSGD, "adamw", period="selsync"),
+    }
+    run = makes[method]()
+    for i in range(2 * EVERY + 1):
+        run.step(i)
+    scale = run.sync.metrics()["lr_scale"]
+    run.sync.detach()
+    return state(run.model), scale
+
+
+def test_local_steps_of_adam_are_as_long_as_those_of_local_sgd() -> None:
+    """Whose factor is measured, and whose trigger is SelSync's."""
+    outcomes = launch_cases({name: partial(with_scaled_steps, name) for name in ("selsync", "local_sgd")}, 2)
+    for (own, scale), (others, other) in zip(outcomes["selsync"], outcomes["local_sgd"], strict=True):
+        assert scale == other > 1
+        assert_same(own, others)
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
