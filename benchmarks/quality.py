@@ -30,11 +30,9 @@ from lightning_pipesync.lab.bench.tables import environment
 STEPS = 5000
 
 METHODS = (
-    *("ddp", "selsync", "local_sgd:period=5", "local_sgd", "local_sgd:period=5,warmup_steps=250"),
-    *("local_sgd:period=5,outer_optimizer=nesterov,outer_lr=1,outer_momentum=0.3",),
-    *("local_sgd:outer_optimizer=nesterov", "local_sgd:outer_optimizer=nesterov,fragments=2,overlap_steps=2"),
-    *("local_sgd:compression=chunked_topk,outer_optimizer=sgd", "local_sgd:period=5,outer_optimizer=elastic"),
-    *("local_sgd:period=1,neighbors=ring", "pipe_sgd", "pipe_sgd:staleness=2", "pipe_sgd:compression=int8"),
+    *("ddp", "selsync", "local_sgd", "local_sgd:period=16", "local_sgd:period=16,follow_lr=false"),
+    *("local_sgd:outer_optimizer=elastic", "local_sgd:neighbors=ring,period=1", "local_sgd:compression=int4"),
+    *("diloco:period=16", "sparseloco:period=16", "pipe_sgd", "pipe_sgd:staleness=2", "pipe_sgd:compression=int8"),
 )
 
 
@@ -56,7 +54,7 @@ class Quality(Command):
         optimizers: sgd, with momentum and a rate that falls by steps; or adamw, with a cosine.
         workers: The numbers of workers.
         methods: ddp and others, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
-        seeds: Of the trainings.
+        seeds: Of the trainings; those of a case train together.
         steps: Of a training with one worker; with N workers the root of N less.
         rate: The learning rate; that which was best for DDP on the validation set if not given.
         evaluations: How often the quality is measured.
@@ -65,7 +63,7 @@ class Quality(Command):
         output: Folder for quality.json, quality.md and the picture.
     """
 
-    tasks: tuple[str, ...] = tuple(TASKS)
+    tasks: tuple[str, ...] = ("mnist1d", "digits")
     optimizers: tuple[str, ...] = OPTIMIZERS
     workers: tuple[int, ...] = (4, 16, 64)
     methods: tuple[str, ...] = METHODS
@@ -84,6 +82,11 @@ class Quality(Command):
         for name, given, known in (("tasks", self.tasks, TASKS), ("optimizers", self.optimizers, OPTIMIZERS)):
             if unknown := [one for one in given if one not in known]:
                 raise ValueError(f"{name}: {unknown[0]!r} is not known; there are {', '.join(known)}.")
+        for task, optimizer, workers, _ in self.cases if self.rate is None else ():
+            if workers not in RATES.get((task, optimizer), {}):
+                raise ValueError(
+                    f"rate: none has been chosen for {task} with {optimizer} and {workers} workers: give one."
+                )
         if not self.seeds or self.evaluate_on not in ("test", "validation"):
             raise ValueError("seeds must be one or more numbers, and evaluate_on test or validation.")
 

@@ -20,6 +20,7 @@ from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Rounds, step
 from lightning_pipesync.methods.replicas.averages import divide_layers
 from lightning_pipesync.methods.replicas.gradient_change import GradientChangeTracker, Threshold
 from lightning_pipesync.methods.replicas.groups import neighborhood, number_of_participants, participants
+from lightning_pipesync.methods.replicas.rate_factor import RateFactor
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.step_size import ADAMS, StepSize
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
@@ -36,7 +37,7 @@ class ReplicaTraining(VirtualTraining):
             *("delta", "lssr", "window", "smoothing", "aggregation", "partition", "full_pass", "injection"),
             *("compression", "error_feedback", "residual_decay", "outer_lr", "outer_momentum", "outer_optimizer"),
             *("period", "participation", "neighbors", "lr_scale", "warmup_steps", "elastic_force", "fragments"),
-            *("overlap_steps", "mixing_factor", "average_optimizer_states"),
+            *("overlap_steps", "mixing_factor", "average_optimizer_states", "follow_lr"),
         }
     )
 
@@ -44,9 +45,12 @@ class ReplicaTraining(VirtualTraining):
         super().__init__(task, config, *rest)
         self._config = config
         period = getattr(config, "period", BY_GRADIENT)
-        self._rounds = None
+        self._rounds, self._period = None, 0
         if period != BY_GRADIENT:
-            self._rounds = Rounds(steps_of(period, steps_per_epoch), config.fragments)
+            self._period = steps_of(period, steps_per_epoch)
+            self._rounds = Rounds(self._period, config.fragments)
+        follows = config.follow_lr and getattr(config, "periods_follow_lr", True)
+        self._factor = RateFactor(self.optimizer) if follows else None
         self._triggers = [_Trigger(config, self.num_workers) for _ in range(self.num_trainings)]
         self._averages_gradients = isinstance(config, SelSyncConfig) and config.aggregation == "gradients"
         columns = self.model.layers(config.fragments, divide_layers)
@@ -86,10 +90,14 @@ class ReplicaTraining(VirtualTraining):
 
     def _starts(self, gradients: Tensor, step: int) -> list[int]:
         """Returns how many fragments each training begins to average at the end of this step."""
+        factor = 1.0 if self._factor is None else self._factor.now()
         if self._rounds is not None:
-            return [self._rounds.started(step)] * self.num_trainings
+            number = self._rounds.started(step)
+            if self._rounds.ends_at(step):
+                self._rounds = self._rounds.followed(step, int(factor * self._period))
+            return [number] * self.num_trainings
         squared = self.of_trainings(torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64).square()).tolist()
-        return [int(trigger.decides(norms)) for trigger, norms in zip(self._triggers, squared, strict=True)]
+        return [int(trigger.decides(norms, factor)) for trigger, norms in zip(self._triggers, squared, strict=True)]
 
     def _update(self, is_local: bool) -> None:
         """Takes the optimizer's step, in a local one with scaled learning rates (:class:`StepSize`)."""
@@ -139,11 +147,11 @@ class _Trigger:
         self._trackers = [GradientChangeTracker(config.window, config.smoothing) for _ in range(num_workers)]
         self._threshold = Threshold(config)
 
-    def decides(self, squared_norms: Sequence[float]) -> bool:
+    def decides(self, squared_norms: Sequence[float], rate_factor: float) -> bool:
         largest = max(t.update(norm) for t, norm in zip(self._trackers, squared_norms, strict=True))
         synchronized = largest >= self._threshold.delta and self._threshold.delta < math.inf
         if not math.isinf(largest):
-            self._threshold.update(synchronized)
+            self._threshold.update(synchronized, rate_factor)
         return synchronized
 
 

@@ -66,7 +66,14 @@ TASKS: dict[str, Callable[[], Task]] = {"mnist1d": _mnist1d, "digits": _digits, 
 OPTIMIZERS = ("sgd", "adamw")
 _AUGMENTED = ("digits", "resnet")
 #: By task and optimizer, and then by the number of workers: what is best for DDP on the validation set.
-RATES: dict[tuple[str, str], dict[int, float]] = {}
+RATES: dict[tuple[str, str], dict[int, float]] = {
+    ("mnist1d", "sgd"): {4: 0.1, 16: 0.2, 64: 0.4},
+    ("mnist1d", "adamw"): {4: 0.01, 16: 0.01, 64: 0.02},
+    ("digits", "sgd"): {4: 0.05, 16: 0.1, 64: 0.2},
+    ("digits", "adamw"): {4: 0.003, 16: 0.01, 64: 0.01},
+    ("resnet", "sgd"): {4: 0.05, 16: 0.1, 64: 0.1},
+    ("topics", "adamw"): {4: 0.02, 16: 0.03, 64: 0.03},
+}
 
 
 def build(name: str, optimizer: str, lr: float, on_validation: bool = False) -> Task:

@@ -16,8 +16,8 @@ class Preset:
     settings: Mapping[str, Any]
 
 
-#: What the papers have in common: the inner learning rate stays as it is.
-_INNER: Mapping[str, Any] = {"lr_scale": 1.0}
+#: What the papers have in common: the inner learning rate and the period stay as they are.
+_INNER: Mapping[str, Any] = {"lr_scale": 1.0, "follow_lr": False}
 _DILOCO: Mapping[str, Any] = {**_INNER, "outer_optimizer": "nesterov", "outer_momentum": 0.9}
 
 #: Every preset by its name; none is the name of a method.
@@ -25,7 +25,7 @@ PRESETS: dict[str, Preset] = {
     "fedavg": Preset(
         "local_sgd",
         "Averages the weights after each epoch (McMahan et al., AISTATS 2017, with E = 1 and C = 1).",
-        {**_INNER, "period": "1 epoch"},
+        {"lr_scale": 1.0, "period": "1 epoch"},
     ),
     "diloco": Preset(
         "local_sgd",

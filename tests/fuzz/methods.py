@@ -190,7 +190,7 @@ def _draw_selsync(random: Random) -> Settings:
         "overlap": random.choice(["none", "forward"]),
         "window": random.choice([3, 25]),
         "smoothing": random.choice([0.16, 0.5]),
-        "outer_momentum": random.choice([0.0, 0.0, 0.3, "auto"]),
+        "outer_momentum": random.choice([0.0, 0.0, 0.3]),
         "compression": _codec(random),
         "error_feedback": random.random() < 0.8,
         "bucket_mb": random.choice([1e-4, 25.0]),

@@ -46,7 +46,7 @@ class Decisions:
     """
 
     def __init__(
-        self, world_size: int, delta: float | str, lssr: float = 0.8, window: int = 25, smoothing: float = 0.16
+        self, world_size: int, delta: float | str, lssr: float = 0.7, window: int = 25, smoothing: float = 0.16
     ) -> None:
         self.delta = 0.01 * smoothing if isinstance(delta, str) else delta
         self.changes: list[float] = []

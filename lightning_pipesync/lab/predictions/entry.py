@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: What is said of a training that is not exact, and ended level with DDP (docs/benchmarks.md, docs/results.md).
 AT_DDPS_QUALITY = "at DDP's quality in our tests"
 
-#: The :class:`Exchange` that averages all weights with an outer step, by codec.
+#: The :class:`Exchange` that averages all weights, by codec.
 AVERAGES = "averages"
 
 

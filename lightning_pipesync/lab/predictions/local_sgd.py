@@ -18,15 +18,12 @@ from lightning_pipesync.lab.predictions.entry import (
 from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 
-#: The settings of an outer step that suit short periods, see docs/local_sgd.md.
-OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
-
 #: With and without codecs and averages under computation, each with the shortest period that hardly waits.
 VARIANTS: tuple[dict[str, Any], ...] = (
-    OUTER,
-    {**OUTER, "compression": "int8"},
-    {**OUTER, "compression": "int8", "fragments": 4, "overlap_steps": 4},
-    {**OUTER, "compression": "int4"},
+    {},
+    {"compression": "int8"},
+    {"compression": "int8", "fragments": 4, "overlap_steps": 4},
+    {"compression": "int4"},
 )
 
 #: The periods that are tried.
@@ -37,7 +34,7 @@ class LocalSGDLab(LabEntry):
     """Averages of weights every so many steps, perhaps under the steps that follow."""
 
     exchanges = (
-        Exchange(AVERAGES, {codec: {**OUTER, "period": 1, "compression": codec} for codec in ("none", "int8", "int4")}),
+        Exchange(AVERAGES, {codec: {"period": 1, "compression": codec} for codec in ("none", "int8", "int4")}),
     )
 
     def bench_candidates(

@@ -70,7 +70,7 @@ class SelSyncLab(LabEntry):
             yield [
                 Prediction(
                     self.name,
-                    {"lssr": lssr, "outer_momentum": 0.3},
+                    {"lssr": lssr},
                     work.seconds_with(self.name) + (1 - lssr) * average,
                     exact=False,
                     why=f"{lssr:.0%} of the steps are local",
@@ -89,4 +89,4 @@ class SelSyncLab(LabEntry):
         )
 
     def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn:
-        return StandIn({"lssr": 0.99, "outer_momentum": 0.3})
+        return StandIn({"lssr": 0.99})

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same
 from lightning_pipesync.data.training_data import TrainingData
+from lightning_pipesync.methods.replicas.flags import STEPS_AT_START, exchange_flags
+from lightning_pipesync.methods.replicas.flags import check_same as check_equal
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.rate_factor import RateFactor
+
+if TYPE_CHECKING:
+    from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 
 #: ``period`` that leaves it to the gradient.
 BY_GRADIENT = "selsync"
@@ -27,32 +33,49 @@ Period = Annotated[int | str, _WORDS]
 _EPOCHS = re.compile(r"(\d+|\d*\.\d+) ?epochs?")
 
 
+OTHER_RATES = (
+    "have learning rates that differ, and with follow_lr=True periods of different lengths: give all ranks the same "
+    "schedule, or set follow_lr=False."
+)
+
+
 @dataclass(frozen=True)
 class Rounds:
     """The rounds of the fragments. In each period a fragment is averaged once, at equal distances from the others."""
 
     period: int  # H, in steps
     fragments: int = 1
+    begin: int = 0  # the step after which the first period begins
 
     def started(self, step: int) -> int:
         """Returns how many fragments' averages start at the end of a step, the last one's at the end of a period."""
         return self._started_until(step) - self._started_until(step - 1)
 
+    def ends_at(self, step: int) -> bool:
+        """Whether a period ends with a step."""
+        return (step - self.begin) % self.period == 0
+
+    def followed(self, step: int, period: int) -> Rounds:
+        """Returns the rounds of another period after a step, with which one has ended."""
+        return Rounds(period, self.fragments, step)
+
     def _started_until(self, step: int) -> int:
         # The first is due after a share 1 / fragments of the period, rounded down, but not before the first step.
-        periods, within = divmod(step, self.period)
+        periods, within = divmod(step - self.begin, self.period)
         of_this = sum(0 < (f + 1) * self.period // self.fragments <= within for f in range(self.fragments))
         return periods * self.fragments + of_this
 
 
 class PeriodClock(AveragingPolicy):
-    """Starts averages by the number of steps; ``data`` knows the steps of an epoch."""
+    """Starts averages by the number of steps; ``data`` knows the steps of an epoch.
+
+    ``factor`` makes periods longer; None: all have the same length.
+    """
 
     def __init__(
-        self, period: int | str, fragments: int, overlap_steps: int, data: TrainingData, transport: Transport
+        self, config: LocalSGDConfig, data: TrainingData, transport: Transport, factor: RateFactor | None
     ) -> None:
-        self._period, self._fragments, self._overlap_steps = period, fragments, overlap_steps
-        self._data, self._transport = data, transport
+        self._config, self._data, self._transport, self._factor = config, data, transport, factor
         self._rounds: Rounds | None = None
 
     def may_start(self, step: int) -> bool:
@@ -63,32 +86,52 @@ class PeriodClock(AveragingPolicy):
 
         Raises:
             ValueError: the steps of an epoch are not known, or the period is shorter than the overlap.
+            RuntimeError: ranks have different learning rates, which make the next period longer.
         """
         self._rounds = self._rounds or self._planned()
-        return self._rounds.started(step)
+        number = self._rounds.started(step)
+        if self._factor is not None:
+            factor = self._factor.now()
+            if self._rounds.ends_at(step):
+                self._rounds = self._rounds.followed(step, self._next_period(factor))
+        return number
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps of a period: those of a share of an epoch when the training began, which may change."""
-        return {} if self._rounds is None else {"period": self._period, "steps": self._rounds.period}
+        """Returns the rounds: the steps of a share of an epoch when the training began, which may change."""
+        if self._rounds is None:
+            return {}
+        rounds, largest = self._rounds, [] if self._factor is None else self._factor.largest
+        return {"period": self._config.period, "rounds": [rounds.period, rounds.begin], "largest_lr": largest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues with as many steps, if ``period`` is the same as then."""
-        is_same = state.get("period") == self._period
-        self._rounds = Rounds(state["steps"], self._fragments) if is_same else None
+        self._rounds = None
+        if state.get("period") == self._config.period:
+            period, begin = state["rounds"]
+            self._rounds = Rounds(period, self._config.fragments, begin)
+            if self._factor is not None:
+                self._factor.largest = list(state["largest_lr"])
 
     def _planned(self) -> Rounds:
         """Returns the rounds; a collective call if the period is a share of an epoch."""
-        steps_per_epoch = None
-        if epochs_of(self._period):
+        period, overlap_steps, steps_per_epoch = self._config.period, self._config.overlap_steps, None
+        if epochs_of(period):
             steps_per_epoch = self._data.steps_per_epoch()
             check_same(self._transport, [("the number of steps of an epoch", str(steps_per_epoch))])
-        steps = steps_of(self._period, steps_per_epoch)
-        if self._overlap_steps > steps:
+        steps = steps_of(period, steps_per_epoch)
+        if overlap_steps > steps:
             raise ValueError(
-                f"overlap_steps={self._overlap_steps!r} is longer than period={self._period!r}, {steps} steps of "
+                f"overlap_steps={overlap_steps!r} is longer than period={period!r}, {steps} steps of "
                 f"{steps_per_epoch}: a fragment's average must be applied before the next one of it starts."
             )
-        return Rounds(steps, self._fragments)
+        return Rounds(steps, self._config.fragments)
+
+    def _next_period(self, factor: float) -> int:
+        """Returns the steps of the next period; a collective call: ranks with other rates would wait for each other."""
+        period = int(factor * steps_of(self._config.period, None))
+        flags = exchange_flags(self._transport, period % STEPS_AT_START)
+        check_equal(flags, OTHER_RATES, ranks=self._transport.ranks)
+        return period
 
 
 def epochs_of(period: int | str) -> float | None:

@@ -39,10 +39,15 @@ class LocalSGDConfig(ReplicaSettings):
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
-    period: Period = 16
+    period: Period = 3
     """H: each fragment is averaged every so many steps. 1: after every step. ``"0.25 epoch"``: that share of an epoch's
     steps (E of FedAvg). ``"selsync"``: when the gradient has changed enough on some rank (SelSync, Algorithm 1); then
     ``delta``, ``lssr``, ``window`` and ``smoothing`` apply, and the next fragment in turn is averaged."""
+
+    follow_lr: bool = True
+    """Whether averages are less frequent as the learning rate falls, by as much, at most by ten: ranks move less then.
+    ``period`` in steps is that at the largest rate so far, and so is ``lssr``. Periods of several optimizers, and with
+    ``lighthouse``, stay as they are."""
 
     participation: float = 1.0
     """C of FedAvg: the share of the ranks, or groups, drawn anew in each round, whose weights are averaged, in (0, 1].
@@ -99,7 +104,7 @@ class LocalSGDConfig(ReplicaSettings):
     """With ``period="selsync"``: threshold on the relative gradient change. ``auto``: so that the share ``lssr`` of the
     steps is local."""
 
-    lssr: float = 0.8
+    lssr: float = 0.7
     """With ``period="selsync"`` and ``delta="auto"``: the target share of local steps, in [0, 1)."""
 
     window: int = 25
@@ -208,6 +213,11 @@ class LocalSGDConfig(ReplicaSettings):
         }
         self._refuse(f"neighbors={self.neighbors!r} averages with some replicas", "neighbors='all'", refused)
 
+    @property
+    def periods_follow_lr(self) -> bool:
+        in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
+        return self.follow_lr and in_steps and self.lighthouse is None
+
     def elastic_force_of(self, num_replicas: int) -> float:
         if self.outer_optimizer != "elastic":
             return 0.0
@@ -241,6 +251,12 @@ class LocalSGDConfig(ReplicaSettings):
         if self.period != BY_GRADIENT:
             reason = f"with period={self.period!r}: set period={BY_GRADIENT!r}"
             ignored |= dict.fromkeys(("delta", "lssr", "window", "smoothing"), reason)
+        elif self.delta != "auto":
+            ignored["follow_lr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
+        if epochs_of(self.period) is not None:
+            ignored["follow_lr"] = f"with period={self.period!r}, a share of an epoch: set a number of steps"
+        elif self.lighthouse is not None:
+            ignored["follow_lr"] = "with lighthouse, where replicas may be at different steps: leave it out"
         kind = self.outer_optimizer
         if kind not in OUTER_LR:
             ignored["outer_lr"] = f"with outer_optimizer={kind!r}: set 'sgd', 'nesterov' or 'adam'"

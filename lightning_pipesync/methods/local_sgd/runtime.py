@@ -17,6 +17,7 @@ from lightning_pipesync.methods.method import MetricInfo, counted
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.rate_factor import RateFactor
 from lightning_pipesync.methods.replicas.replica import Replica
 from lightning_pipesync.methods.replicas.settings import check_force, force_of
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
@@ -68,7 +69,8 @@ class LocalSGD(ElasticReplicaMethod):
         config = self.config
         if config.period == BY_GRADIENT:
             return GradientTrigger(optimizer, parameters, config, self.transport)
-        return PeriodClock(config.period, config.fragments, config.overlap_steps, self.data, self.transport)
+        follows = config.periods_follow_lr and len(self.optimizers) == 1  # several have rounds at the same steps
+        return PeriodClock(config, self.data, self.transport, RateFactor(optimizer) if follows else None)
 
     def _average_others(self, index: int) -> None:
         if index == self._training_steps.first:  # the rounds of all optimizers have the same period

@@ -73,10 +73,13 @@ class Threshold:
     With ``delta="auto"`` it follows the quantile ``lssr`` of the largest change over all ranks, by the stochastic
     approximation of Robbins and Monro on log delta: each synchronized step raises it, each local one lowers it::
 
-        log delta_{i+1} = log delta_i + GAIN * (synchronized_i - (1 - lssr)),    delta_0 = FIRST_DELTA * smoothing
+        log delta_{i+1} = log delta_i + GAIN * (synchronized_i - (1 - lssr) / r_i),    delta_0 = FIRST_DELTA * smoothing
+
+    where r_i is how much smaller the learning rate is than at its largest (:class:`RateFactor`), or 1.
 
     All ranks know which steps were synchronized, so that all have the same threshold without communication. After n
-    steps the share of local ones is lssr - (log delta_n - log delta_0) / (GAIN * n), whatever the changes are.
+    steps at one rate the share of local ones is lssr - (log delta_n - log delta_0) / (GAIN * n), whatever the changes
+    are.
 
     Attributes:
         delta: the threshold.
@@ -92,9 +95,10 @@ class Threshold:
         else:
             self.delta, self._lssr = FIRST_DELTA * settings.smoothing, settings.lssr
 
-    def update(self, synchronized: bool) -> None:
+    def update(self, synchronized: bool, rate_factor: float = 1.0) -> None:
         if self._lssr is not None:
-            self.delta = max(self.delta * math.exp(GAIN * (synchronized - (1 - self._lssr))), SMALLEST_DELTA)
+            error = synchronized - (1 - self._lssr) / rate_factor
+            self.delta = max(self.delta * math.exp(GAIN * error), SMALLEST_DELTA)
 
     def state_dict(self) -> dict[str, Any]:
         return {"delta": self.delta, "given": self._given}

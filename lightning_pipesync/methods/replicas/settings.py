@@ -32,7 +32,8 @@ class ReplicaSettings(Settings):
 
     # When the gradient decides which steps are synchronized (SelSync, Algorithm 1).
     delta: float | Literal["auto"] = "auto"
-    lssr: float = 0.8
+    lssr: float = 0.7
+    follow_lr: bool = False
     window: int = 25
     smoothing: float = 0.16
 

@@ -35,6 +35,7 @@ from lightning_pipesync.methods.replicas.flags import (
 )
 from lightning_pipesync.methods.replicas.gradient_change import GradientChangeTracker, SyncDecision, Threshold
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.rate_factor import RateFactor
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 
 #: After so many consecutive local steps a warning says that delta seems too large.
@@ -59,6 +60,7 @@ class GradientTrigger(AveragingPolicy):
         self.tracker, self.threshold = GradientChangeTracker(settings.window, settings.smoothing), Threshold(settings)
         self.last = SyncDecision(delta=self.threshold.delta)
         self.is_local = settings.delta == math.inf
+        self._factor = RateFactor(optimizer) if settings.follow_lr else None
         self._optimizer = type(optimizer).__name__
         self._parameters = [parameter.tensor for parameter in parameters]
         self._settings, self._transport = settings, transport
@@ -105,8 +107,9 @@ class GradientTrigger(AveragingPolicy):
     def end_step(self, step: int) -> int:
         """See :meth:`AveragingPolicy.end_step`; updates delta, unless the change of some rank was not defined."""
         self.last = self.decide()
+        factor = 1.0 if self._factor is None else self._factor.now()
         if not self.last.undefined:
-            self.threshold.update(self.last.synchronized)
+            self.threshold.update(self.last.synchronized, factor)
         self._norm = self._flags = self._decision = None
         self._count_local_steps()
         return int(self.last.synchronized)
@@ -125,12 +128,19 @@ class GradientTrigger(AveragingPolicy):
             self._check(exchange_flags(self._transport, self._skipped(self._norm is not None) | CONSOLIDATE))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tracker": self.tracker.state_dict(), "threshold": self.threshold.state_dict()}
+        largest = [] if self._factor is None else self._factor.largest
+        return {
+            "tracker": self.tracker.state_dict(),
+            "threshold": self.threshold.state_dict(),
+            "largest_lr": list(largest),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "tracker" in state:  # otherwise it is a clock's
             self.tracker.load_state_dict(state["tracker"])
             self.threshold.load_state_dict(state["threshold"])
+            if self._factor is not None:
+                self._factor.largest = list(state["largest_lr"])
 
     def _exchange(self, skipping: bool = False) -> Handle[list[int]]:
         """Waits for the norm, and sends this rank's flag, once in a step; ``skipping``: the user has skipped it."""

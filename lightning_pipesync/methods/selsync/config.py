@@ -15,9 +15,6 @@ from lightning_pipesync.methods.replicas.settings import Average, MakeOptimizer,
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
 
-#: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
-MOMENTUM_WITH_ADAM = 0.3
-
 Aggregation = Literal["parameters", "gradients"]
 Overlap = Literal["forward", "none"]
 
@@ -37,8 +34,12 @@ class SelSyncConfig(ReplicaSettings):
     """Threshold on the relative gradient change (Section III-B). 0: every step is synchronized; ``inf``: none is.
     ``auto``: delta follows the largest change over all ranks, so that the share ``lssr`` of the steps is local."""
 
-    lssr: float = 0.8
+    lssr: float = 0.7
     """With ``delta="auto"``: the target share of local steps (Eq. 4), in [0, 1)."""
+
+    follow_lr: bool = True
+    """With ``delta="auto"``: whether fewer steps are synchronized as the learning rate falls, by as much, at most by
+    ten: ranks move less then. ``lssr`` is the share at the largest rate so far."""
 
     aggregation: Aggregation = "parameters"
     """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update,
@@ -73,10 +74,8 @@ class SelSyncConfig(ReplicaSettings):
     """With ``aggregation="parameters"``: learning rate of the outer step from the weights of the last synchronized step
     to the average of the replicas. 1: to the average, as in the paper."""
 
-    outer_momentum: float | Literal["auto"] = "auto"
-    """With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo and SlowMo.
-    ``auto``: 0.3 with ``delta="auto"`` and an optimizer with ``betas`` such as Adam, whose steps are shorter because of
-    the noise of a rank's batch; otherwise, and with ``average="server"``, 0."""
+    outer_momentum: float = 0.0
+    """With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo and SlowMo."""
 
     partition: Partition = "seldp"
     """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's order."""
@@ -108,8 +107,7 @@ class SelSyncConfig(ReplicaSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("outer_lr", 0 < self.outer_lr < math.inf, "a positive number")
-        momentum = self.outer_momentum
-        self._check("outer_momentum", momentum == "auto" or 0 <= momentum < 1, "'auto' or in [0, 1)")
+        self._check("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)")
         if self.low_rank is not None:
             refused = {"aggregation": (self.aggregation != "gradients", "gradients", "averages none")}
             self._refuse(f"low_rank={self.low_rank!r} factorizes gradients", "low_rank=None", refused)
@@ -124,7 +122,7 @@ class SelSyncConfig(ReplicaSettings):
             "aggregation": (self.aggregation != "parameters", "parameters", why),
             "compression": (not get_codec(self.compression).lossless, "none", why),
             "outer_lr": (self.outer_lr != 1, 1.0, why),
-            "outer_momentum": (self.outer_momentum not in ("auto", 0), 0.0, why),
+            "outer_momentum": (self.outer_momentum != 0, 0.0, why),
             "overlap": (self.overlap != "none", "none", why),
             "topology": (self.is_arranged, "auto", why),
         }
@@ -153,16 +151,8 @@ class SelSyncConfig(ReplicaSettings):
         """Whether all steps are local."""
         return self.delta == math.inf
 
-    def outer_momentum_of(self, optimizer: Optimizer) -> float:
-        if self.outer_momentum != "auto":
-            return self.outer_momentum
-        if self.average == "server":
-            return 0.0
-        like_adam = any("betas" in group for group in optimizer.param_groups)
-        return MOMENTUM_WITH_ADAM if self._finds_delta and like_adam else 0.0
-
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
-        lr, momentum = self.outer_lr, self.outer_momentum_of(optimizer)
+        lr, momentum = self.outer_lr, self.outer_momentum
         if self.aggregation == "gradients" or (lr, momentum) == (1, 0):
             return None
         return partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
@@ -173,6 +163,8 @@ class SelSyncConfig(ReplicaSettings):
 
     def without_effect(self) -> dict[str, str]:
         ignored = super().without_effect()
+        if not self._finds_delta:
+            ignored["follow_lr"] = "without a delta that is found: set delta='auto', and lssr"
         if not self.overlaps_forward:
             ignored["wait_for_hooks"] = "with an average that ends before step() returns: set overlap='forward'"
         if self.aggregation == "gradients":

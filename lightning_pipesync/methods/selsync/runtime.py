@@ -197,6 +197,6 @@ class SelSync(ReplicaMethod):
             **super()._shape_settings(),
             "aggregation": self.config.aggregation,
             "outer_lr": self.config.outer_lr,
-            "outer_momentum": [self.config.outer_momentum_of(optimizer) for optimizer in self.optimizers],
+            "outer_momentum": self.config.outer_momentum,
             **self.config.low_rank_settings,
         }

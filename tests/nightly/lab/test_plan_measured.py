@@ -30,7 +30,6 @@ from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns
 from lightning_pipesync.lab.plan.work import measure_added, measure_work, with_refusals
 from lightning_pipesync.lab.predictions.cluster import BackendCost, Cluster, MeasuredCost
 from lightning_pipesync.lab.predictions.entry import Prediction
-from lightning_pipesync.lab.predictions.local_sgd import OUTER
 from lightning_pipesync.lab.predictions.registry import lab_of
 from lightning_pipesync.lab.predictions.work import LayerWork, MethodWork, Work
 from lightning_pipesync.training.registry import METHODS
@@ -100,8 +99,8 @@ ALL = [
     Prediction("ddp", {"bucket_mb": 1.0}),
     Prediction("dear", {"fusion": "buffer", "bucket_mb": 1.0}),
     Prediction("pipe_sgd", {"compression": "int8"}, exact=False),
-    Prediction("selsync", {"lssr": 0.75, "outer_momentum": 0.3}, exact=False),
-    Prediction("local_sgd", {"period": 4, **OUTER, "fragments": 2, "overlap_steps": 2}, exact=False),
+    Prediction("selsync", {"lssr": 0.75}, exact=False),
+    Prediction("local_sgd", {"period": 4, "fragments": 2, "overlap_steps": 2}, exact=False),
     Prediction("parameter_server", {"partition": "work_queue"}, exact=False),
     Prediction("ea_pipe", {}, exact=False),
 ]

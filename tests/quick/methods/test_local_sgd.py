@@ -134,6 +134,23 @@ def moments(average: bool) -> list[Any]:
     return [run.optimizer.state[p]["exp_avg"] for p in run.model.parameters()]
 
 
+def with_other_rates() -> tuple[str, str] | None:
+    """Returns what is raised if the learning rate falls on one rank alone."""
+    run = Run(LocalSGD, "sgd", period=4, timeout_s=20)
+    run.steps(range(3))
+    if dist.get_rank():
+        run.optimizer.param_groups[0]["lr"] /= 4
+    error = raised(lambda: run.step(3))
+    run.sync.detach()
+    return error
+
+
+def test_ranks_whose_learning_rates_differ_are_told() -> None:
+    """Their next periods would differ, and they would wait for each other."""
+    for outcome in on_ranks(with_other_rates, 2):
+        assert_raised(outcome, "RuntimeError", "Rank 1 and rank 0", "learning rates that differ", "follow_lr=False")
+
+
 def test_states_are_averaged_if_asked_for_and_buffers_while_an_optimizer_pauses() -> None:
     cases = {"buffers": train_one_of_two, "averaged": partial(moments, True), "own": partial(moments, False)}
     outcomes = launch_cases(cases, 2)

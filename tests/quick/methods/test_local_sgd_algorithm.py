@@ -6,6 +6,7 @@ import math
 import re
 from contextlib import nullcontext
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_pipesync.methods.local_sgd.clock import Rounds, epochs_of, steps_of
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.methods.local_sgd.clock import PeriodClock, Rounds, epochs_of, steps_of
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.replicas.averages import divide_layers
 from lightning_pipesync.methods.replicas.groups import number_of_participants
+from lightning_pipesync.methods.replicas.rate_factor import LARGEST, RateFactor
 from lightning_pipesync.methods.replicas.settings import Neighbors
 from lightning_pipesync.methods.replicas.step_size import StepSize, measured_noise, scale_of
 from tests.references.local_sgd import is_due, members
@@ -34,6 +37,51 @@ def test_fragments_are_averaged_at_equal_distances(period: int, fragments: int) 
     for step in range(1, 2 * period + 1):
         assert rounds.started(step) == sum(is_due(step, period, fragment, fragments) for fragment in range(fragments))
     assert sum(rounds.started(step) for step in range(1, period + 1)) == fragments
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [3, 6, 12, 42, 45]),
+        ({"fragments": 3}, [1, 2, 3, 4, 5, 6, 8, 10, 12, 22, 32, 42, 43, 44, 45]),
+        ({"follow_lr": False}, [*range(3, 46, 3)]),
+        ({"period": 4, "lighthouse": "host0:29510"}, [*range(4, 46, 4)]),
+    ],
+)
+def test_periods_grow_as_the_learning_rate_falls(settings: dict[str, Any], steps: list[int]) -> None:
+    """Half the rate from step 5 on, a thousandth from 10 on, and the first one again from 40 on; resumed at each step.
+
+    A period has the length for the rate of the step with which the one before ends.
+    """
+    optimizer, config = SGD([torch.zeros(1)], lr=0.2), LocalSGDConfig(**{"period": 3, **settings})
+    transport: Any = SimpleNamespace(row=None, ranks=None, exchange_flags=lambda flag: Handle(lambda: [flag, flag]))
+    state: dict[str, Any] = {}
+    started = []
+    for step in range(1, 46):
+        factor = RateFactor(optimizer) if config.periods_follow_lr else None
+        clock = PeriodClock(config, SimpleNamespace(), transport, factor)  # type: ignore[arg-type]
+        clock.load_state_dict(state)
+        optimizer.param_groups[0]["lr"] = 0.2 if step < 5 or step >= 40 else 0.1 if step < 10 else 2e-4
+        assert clock.may_start(step) or step == 1 or step not in steps
+        started += [step] * clock.end_step(step)
+        state = clock.state_dict()
+    assert started == steps
+
+
+def test_the_largest_rate_is_that_of_each_group() -> None:
+    """The least factor counts; groups that are added, and those that never move, do not shorten it."""
+    first, second, third = (torch.zeros(1, requires_grad=True) for _ in range(3))
+    optimizer = SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": torch.tensor(0.0)}], lr=1.0)
+    factor = RateFactor(optimizer)
+    assert factor.now() == 1
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert factor.now() == 4
+    optimizer.add_param_group({"params": [third], "lr": 3.0})
+    assert factor.now() == 1
+    optimizer.param_groups[2]["lr"] = 1.0
+    assert factor.now() == 3
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[2]["lr"] = 0.0
+    assert factor.now() == LARGEST
 
 
 @pytest.mark.parametrize(

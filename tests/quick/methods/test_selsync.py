@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
     "finite, gradients": ("sgd", {**FINITE, **GRADIENTS}, {}),
     "auto": ("sgd", AUTO, {}),
     "auto, gradients": ("adamw", {**AUTO, **GRADIENTS}, {}),
-    "auto, with the default's outer step": ("adamw", AUTO, {"outer_lr": 1.0, "outer_momentum": 0.3}),
+    "auto, outer step": ("adamw", {**AUTO, "outer_momentum": 0.3}, {"outer_lr": 1.0, "outer_momentum": 0.3}),
     "infinite": ("adamw", {"delta": math.inf}, {}),
     "outer step": ("sgd", {**FINITE, "outer_lr": 0.7, "outer_momentum": 0.5}, {"outer_lr": 0.7, "outer_momentum": 0.5}),
     "outer step without momentum": ("sgd", {**FINITE, "outer_lr": 1.3}, {"outer_lr": 1.3}),
