@@ -54,7 +54,7 @@ def test_every_setting_of_every_method_reaches_it(tmp_path: Path) -> None:
     ("environment", "words"),
     [
         ({"METHOD": "sellsync"}, ["one of ", "dear", "ea_pipe", "'sellsync'"]),
-        ({"METHOD": "selsync", "DELTAA": "0.3"}, ["no setting 'deltaa'", "delta, lssr, aggregation"]),
+        ({"METHOD": "selsync", "DELTAA": "0.3"}, ["no setting 'deltaa'", "delta, lssr, follow_lr"]),
         ({"METHOD": "selsync", "LIGHTHOUSE_": "host0:1"}, ["no setting 'lighthouse_'"]),
         ({"METHOD": "selsync", "DELTA": "a lot"}, ["delta", "'a lot'"]),
         ({"METHOD": "selsync", "DELTA": "-1"}, ["delta", "-1"]),
