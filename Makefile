@@ -43,7 +43,7 @@ lint: $(READY)
 
 # Ranks wait for each other's messages: on two cores, three workers are faster than two.
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --junitxml=outputs/tests.xml
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --junitxml=outputs/tests.xml
 
 # Before each commit: minutes. What else there is, tests/nightly has.
 test: $(READY)
