@@ -49,7 +49,7 @@ class ReplicaTraining(VirtualTraining):
         if period != BY_GRADIENT:
             self._period = steps_of(period, steps_per_epoch)
             self._rounds = Rounds(self._period, config.fragments)
-        follows = config.follow_lr and getattr(config, "periods_follow_lr", True)
+        follows = config.follow_lr if self._rounds is None else getattr(config, "periods_follow_lr", False)
         self._factor = RateFactor(self.optimizer) if follows else None
         self._triggers = [_Trigger(config, self.num_workers) for _ in range(self.num_trainings)]
         self._averages_gradients = isinstance(config, SelSyncConfig) and config.aggregation == "gradients"

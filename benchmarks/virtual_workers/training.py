@@ -15,6 +15,7 @@ from benchmarks.virtual_workers.all_reduce import AllReduce
 from benchmarks.virtual_workers.batches import Batch
 from benchmarks.virtual_workers.stacked_model import StackedModel
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
 from lightning_pipesync.methods.pipe_sgd.algorithm import Pipeline
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -57,6 +58,7 @@ class VirtualTraining(ABC):
     def step(self, batches: Sequence[Batch]) -> None:
         """Takes a step with all workers, and one of the scheduler."""
         self._step(batches)
+        mark_stepped(self.optimizer)  # also where it makes no update yet
         self.num_steps += 1
         self._scheduler.step()
 

@@ -158,7 +158,7 @@ def test_a_hangup_ends_pipesync_launch_unless_it_is_ignored(ignored: bool, tmp_p
     [
         (None, "no section 'pipesync:'"),
         ({"method": "selsink"}, "method must be one of dear, ea_pipe, local_sgd, parameter_server, pipe_sgd, selsync"),
-        ({"method": "selsync", "detla": 0.3}, "no setting 'detla'. It has: delta, lssr, aggregation"),
+        ({"method": "selsync", "detla": 0.3}, "no setting 'detla'. It has: delta, lssr, follow_lr"),
         ({"method": "selsync", "delta": [1]}, "delta"),
         ({"delta": 0.3}, "does not name a method"),
         ("selsync", "does not name a method"),
