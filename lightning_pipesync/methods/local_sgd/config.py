@@ -40,9 +40,9 @@ class LocalSGDConfig(ReplicaSettings):
     """
 
     period: Period = 3
-    """H: each fragment is averaged every so many steps. 1: after every step. ``"0.25 epoch"``: that share of an epoch's
-    steps (E of FedAvg). ``"selsync"``: when the gradient has changed enough on some rank (SelSync, Algorithm 1); then
-    ``delta``, ``lssr``, ``window`` and ``smoothing`` apply, and the next fragment in turn is averaged."""
+    """H: each fragment is averaged every so many steps. 1: after every step, always. ``"0.25 epoch"``: that share of an
+    epoch's steps (E of FedAvg). ``"selsync"``: when the gradient has changed enough on some rank (SelSync, Algorithm
+    1); then ``delta``, ``lssr``, ``window`` and ``smoothing`` apply, and the next fragment in turn is averaged."""
 
     follow_lr: bool = True
     """Whether averages are less frequent as the learning rate falls, by as much, at most by ten: ranks move less then.
@@ -215,7 +215,7 @@ class LocalSGDConfig(ReplicaSettings):
 
     @property
     def periods_follow_lr(self) -> bool:
-        in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
+        in_steps = epochs_of(self.period) is None and self.period not in (1, BY_GRADIENT)
         return self.follow_lr and in_steps and self.lighthouse is None
 
     def elastic_force_of(self, num_replicas: int) -> float:
@@ -251,12 +251,6 @@ class LocalSGDConfig(ReplicaSettings):
         if self.period != BY_GRADIENT:
             reason = f"with period={self.period!r}: set period={BY_GRADIENT!r}"
             ignored |= dict.fromkeys(("delta", "lssr", "window", "smoothing"), reason)
-        elif self.delta != "auto":
-            ignored["follow_lr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
-        if epochs_of(self.period) is not None:
-            ignored["follow_lr"] = f"with period={self.period!r}, a share of an epoch: set a number of steps"
-        elif self.lighthouse is not None:
-            ignored["follow_lr"] = "with lighthouse, where replicas may be at different steps: leave it out"
         kind = self.outer_optimizer
         if kind not in OUTER_LR:
             ignored["outer_lr"] = f"with outer_optimizer={kind!r}: set 'sgd', 'nesterov' or 'adam'"

@@ -163,8 +163,6 @@ class SelSyncConfig(ReplicaSettings):
 
     def without_effect(self) -> dict[str, str]:
         ignored = super().without_effect()
-        if not self._finds_delta:
-            ignored["follow_lr"] = "without a delta that is found: set delta='auto', and lssr"
         if not self.overlaps_forward:
             ignored["wait_for_hooks"] = "with an average that ends before step() returns: set overlap='forward'"
         if self.aggregation == "gradients":

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lightning_pipesync import SelSync
 from lightning_pipesync.methods.replicas import trigger
+from lightning_pipesync.methods.replicas.gradient_change import FIRST_DELTA
+from lightning_pipesync.methods.selsync import SelSyncConfig
 from tests.nightly.methods.test_selsync_state import AGGREGATIONS, FAR, begin
 from tests.support.case_table import launch_cases
 from tests.support.harness import assert_raised, raised
@@ -151,12 +153,14 @@ def set_delta(first: float) -> tuple[Any, list[float], int]:
     return refused, deltas, synchronized
 
 
-def resume_with_another_delta(before: Any, after: Any) -> tuple[str, str] | None:
-    saved, resumed = (Run(SelSync, "adamw", delta=delta) for delta in (before, after))
+def resume_with(before: dict[str, Any], after: dict[str, Any]) -> tuple[tuple[str, str] | None, float]:
+    """Returns what is raised, and delta."""
+    saved, resumed = (Run(SelSync, "adamw", **settings) for settings in (before, after))
     refused = raised(lambda: resumed.sync.load_state_dict(saved.sync.state_dict()))
+    delta = resumed.sync.delta
     saved.sync.detach()
     resumed.sync.detach()
-    return refused
+    return refused, delta
 
 
 def stay_local(delta: float) -> list[str]:
@@ -177,8 +181,9 @@ def test_misuse_is_named() -> None:
             "frozen": start_frozen,
             "set": partial(set_delta, FAR),
             "set after no flags": partial(set_delta, math.inf),
-            "auto": partial(resume_with_another_delta, 0.3, "auto"),
-            "given": partial(resume_with_another_delta, "auto", 0.3),
+            "auto": partial(resume_with, {"delta": 0.3}, {}),
+            "given": partial(resume_with, {}, {"delta": 0.3}),
+            "outer": partial(resume_with, {}, {"outer_momentum": 0.3}),
             **{delta: partial(stay_local, delta) for delta in (FAR, math.inf, 0.0)},
         },
         2,
@@ -192,8 +197,9 @@ def test_misuse_is_named() -> None:
         refused, deltas, _ = outcomes["set after no flags"][rank]
         assert_raised(refused, "ValueError", "delta=0.0", "delta=inf")
         assert deltas == [math.inf, math.inf, 5.0]
-        for name in ("auto", "given"):  # only one of them has an outer momentum
-            assert_raised(outcomes[name][rank], "ValueError", "'outer_momentum': [0.3]", "'outer_momentum': [0.0]")
+        assert outcomes["auto"][rank] == (None, FIRST_DELTA * SelSyncConfig.smoothing), "found anew"
+        assert outcomes["given"][rank] == (None, 0.3)
+        assert_raised(outcomes["outer"][rank][0], "ValueError", "'outer_momentum': 0.3", "'outer_momentum': 0.0")
     [said], nothing = outcomes[FAR]
     assert "delta=1e+09" in said, "out of reach: told once, by one rank"
     assert nothing == []

@@ -46,6 +46,7 @@ def test_fragments_are_averaged_at_equal_distances(period: int, fragments: int) 
         ({"fragments": 3}, [1, 2, 3, 4, 5, 6, 8, 10, 12, 22, 32, 42, 43, 44, 45]),
         ({"follow_lr": False}, [*range(3, 46, 3)]),
         ({"period": 4, "lighthouse": "host0:29510"}, [*range(4, 46, 4)]),
+        ({"period": 1}, [*range(1, 46)]),
     ],
 )
 def test_periods_grow_as_the_learning_rate_falls(settings: dict[str, Any], steps: list[int]) -> None:
