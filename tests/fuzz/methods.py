@@ -191,6 +191,8 @@ def _draw_selsync(random: Random) -> Settings:
         "window": random.choice([3, 25]),
         "smoothing": random.choice([0.16, 0.5]),
         "outer_momentum": random.choice([0.0, 0.0, 0.3]),
+        "lr_scale": random.choice([1.0, 1.0, "auto"]),
+        "follow_lr": random.choice([False, False, True]),
         "compression": _codec(random),
         "error_feedback": random.random() < 0.8,
         "bucket_mb": random.choice([1e-4, 25.0]),
@@ -200,7 +202,8 @@ def _draw_selsync(random: Random) -> Settings:
 
 
 def _check_selsync(settings: Settings) -> Check:
-    if settings["aggregation"] == "parameters" and settings["outer_momentum"] != 0:
+    by_gradient = settings["delta"] == "auto" and (settings["follow_lr"] or settings["lr_scale"] == "auto")
+    if by_gradient or (settings["aggregation"] == "parameters" and settings["outer_momentum"] != 0):
         return Check.REPETITION
     return _lossless(settings)
 
@@ -211,6 +214,7 @@ def _draw_local_sgd(random: Random) -> Settings:
         "period": random.choice([1, 2, 3, 4]),
         "warmup_steps": random.choice([0, 0, 2]),
         "lr_scale": 1.0,
+        "follow_lr": False,
         "compression": _codec(random),
         "error_feedback": random.random() < 0.8,
         "bucket_mb": random.choice([1e-4, 25.0]),
@@ -227,6 +231,7 @@ def _draw_local_sgd(random: Random) -> Settings:
                 {"overlap_steps": 2, "period": 4, "fragments": 2, "mixing_factor": 0.5},
                 {"period": "selsync"},
                 {"lr_scale": "auto"},
+                {"follow_lr": True},
                 {"average_optimizer_states": True},
                 {"neighbors": "ring", "overlap_steps": 1},
                 {"neighbors": "random_pairs", "period": 2, "fragments": 2},
@@ -239,11 +244,14 @@ def _draw_local_sgd(random: Random) -> Settings:
     return _with_topology(settings)
 
 
-_OF_PERIODIC = {"period", "warmup_steps", "lr_scale", "compression", "error_feedback", "bucket_mb", "topology"}
+_OF_PERIODIC = {
+    *("period", "warmup_steps", "lr_scale", "follow_lr", "compression", "error_feedback", "bucket_mb", "topology")
+}
 
 
 def _check_local_sgd(settings: Settings) -> Check:
-    if settings.keys() - _OF_PERIODIC or settings["lr_scale"] != 1.0 or settings["period"] == "selsync":
+    changed = settings["lr_scale"] != 1.0 or settings["follow_lr"] or settings["period"] == "selsync"
+    if settings.keys() - _OF_PERIODIC or changed:
         return Check.REPETITION
     return _lossless(settings)
 
