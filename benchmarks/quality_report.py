@@ -15,7 +15,7 @@ from benchmarks.named_settings import parse_named, readable
 from benchmarks.training import config_types
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.lab.bench.named_settings import split_method
-from lightning_pipesync.lab.bench.pictures import looks_of, picture
+from lightning_pipesync.lab.bench.pictures import COLOURS, MARKERS, colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.lab.predictions import local_sgd
 
@@ -96,8 +96,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     """Draws the difference to DDP over the number of workers: a panel for each task and optimizer, a line a method."""
     panels_of = {key: list(same) for key, same in groupby(runs, key=lambda run: _place(run)[:2])}
     tasks, optimizers = (list(dict.fromkeys(key[place] for key in panels_of)) for place in range(2))
-    methods = list(dict.fromkeys(run["method"] for run in runs))
-    looks = looks_of(methods)
+    methods = [method for method in dict.fromkeys(run["method"] for run in runs) if method != "ddp"]
+    looks = {m: {**colour_and_line(i), "marker": MARKERS[i % len(MARKERS)]} for i, m in enumerate(methods)}
     size = (4.5 * len(optimizers), 2.8 * len(tasks) + 1)
     with picture(path, size, len(tasks), len(optimizers), legend="below", legend_columns=2) as panels:
         for (task, optimizer), same in panels_of.items():
@@ -110,6 +110,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             )
             counts = sorted({run["workers"] for run in same})
             panel.set_xticks(counts, [str(count) for count in counts])
+            panel.set_yscale("symlog", linthresh=5, subs=[2, 5])
+            panel.yaxis.set_major_formatter("{x:+g}")
+            panel.axhline(0, color=COLOURS[0], linewidth=1, label="ddp")
             panel.minorticks_off()
             panel.grid(alpha=0.3)
 
