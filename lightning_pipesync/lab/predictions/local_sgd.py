@@ -65,7 +65,7 @@ class LocalSGDLab(LabEntry):
     def _predict(self, work: Work, average: float, on_wire: float, settings: Mapping[str, Any]) -> Prediction:
         seconds = step_seconds(work.seconds_with(self.name), average, on_wire, settings)
         why = f"averages every {settings['period']} steps"
-        why += "" if settings["period"] < LONG else ", for a smaller learning rate than DDP's"
+        why += "" if settings["period"] < LONG else ", with a smaller learning rate"
         return Prediction(self.name, settings, seconds, exact=False, why=why)
 
 
