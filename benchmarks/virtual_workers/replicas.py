@@ -50,7 +50,7 @@ class ReplicaTraining(VirtualTraining):
             self._period = steps_of(period, steps_per_epoch)
             self._rounds = Rounds(self._period, config.fragments)
         follows = config.follow_lr if self._rounds is None else getattr(config, "periods_follow_lr", False)
-        self._factor = RateFactor(self.optimizer) if follows else None
+        self._factor = RateFactor(self.optimizer if follows else None)
         self._triggers = [_Trigger(config, self.num_workers) for _ in range(self.num_trainings)]
         self._averages_gradients = isinstance(config, SelSyncConfig) and config.aggregation == "gradients"
         columns = self.model.layers(config.fragments, divide_layers)
@@ -71,7 +71,7 @@ class ReplicaTraining(VirtualTraining):
         gradients, warmup = self.compute_gradients(batches), self._config.warmup_steps
         step = self.num_steps + 1 - warmup
         if step <= 0:
-            self.set_for_all(gradients, self.of_trainings(gradients).sum(dim=1) / self.num_workers)
+            self.average_over_workers(gradients)
         starts = self._starts(gradients, step) if step > 0 else [0] * self.num_trainings
         if self._averages_gradients:
             for of_training, synchronized in zip(self.of_trainings(gradients), starts, strict=True):
@@ -90,7 +90,7 @@ class ReplicaTraining(VirtualTraining):
 
     def _starts(self, gradients: Tensor, step: int) -> list[int]:
         """Returns how many fragments each training begins to average at the end of this step."""
-        factor = 1.0 if self._factor is None else self._factor.now()
+        factor = self._factor.now()
         if self._rounds is not None:
             number = self._rounds.started(step)
             if self._rounds.ends_at(step):

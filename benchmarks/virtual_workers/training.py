@@ -44,7 +44,7 @@ class VirtualTraining(ABC):
 
     def __init__(self, task: Task, config: Any, num_workers: int, seeds: Sequence[int], num_steps: int) -> None:
         self.task, self.model = task, StackedModel(task)
-        self.num_trainings, self.num_workers = len(seeds), num_workers
+        self.num_trainings, self.num_workers, self.num_steps_planned = len(seeds), num_workers, num_steps
         self._check(config)
         weights, buffers = zip(*map(self.model.initial, seeds), strict=True)
         self.weights = nn.Parameter(torch.stack(weights).repeat_interleave(num_workers, dim=0))
@@ -102,6 +102,10 @@ class VirtualTraining(ABC):
         """Sets rows ``[rows, ...]`` to a value for each training, ``[trainings, ...]``."""
         self.of_trainings(target).copy_(of_trainings.unsqueeze(1))
 
+    def average_over_workers(self, rows: Tensor) -> None:
+        """Sets the rows of each training to their mean."""
+        self.set_for_all(rows, self.of_trainings(rows).sum(dim=1) / self.num_workers)
+
     def _check(self, config: Any) -> None:
         """Raises a ValueError if the method would not do what ``config`` says."""
         if config is None:
@@ -116,7 +120,7 @@ class DDPTraining(VirtualTraining):
 
     def _step(self, batches: Sequence[Batch]) -> None:
         gradients = self.compute_gradients(batches)
-        self.set_for_all(gradients, self.of_trainings(gradients).sum(dim=1) / self.num_workers)
+        self.average_over_workers(gradients)
         self.set_for_all(self.buffers, self.of_trainings(self.buffers)[:, 0].clone())
         self.clip(gradients)
         self.optimizer.step()

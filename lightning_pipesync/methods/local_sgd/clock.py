@@ -32,7 +32,6 @@ Period = Annotated[int | str, _WORDS]
 
 _EPOCHS = re.compile(r"(\d+|\d*\.\d+) ?epochs?")
 
-
 OTHER_RATES = (
     "have learning rates that differ, and with follow_lr=True periods of different lengths: give all ranks the same "
     "schedule, or set follow_lr=False."
@@ -69,12 +68,10 @@ class Rounds:
 class PeriodClock(AveragingPolicy):
     """Starts averages by the number of steps; ``data`` knows the steps of an epoch.
 
-    ``factor`` makes periods longer; None: all have the same length.
+    ``factor`` makes periods longer.
     """
 
-    def __init__(
-        self, config: LocalSGDConfig, data: TrainingData, transport: Transport, factor: RateFactor | None
-    ) -> None:
+    def __init__(self, config: LocalSGDConfig, data: TrainingData, transport: Transport, factor: RateFactor) -> None:
         self._config, self._data, self._transport, self._factor = config, data, transport, factor
         self._rounds: Rounds | None = None
 
@@ -89,19 +86,17 @@ class PeriodClock(AveragingPolicy):
             RuntimeError: ranks have different learning rates, which make the next period longer.
         """
         self._rounds = self._rounds or self._planned()
-        number = self._rounds.started(step)
-        if self._factor is not None:
-            factor = self._factor.now()
-            if self._rounds.ends_at(step):
-                self._rounds = self._rounds.followed(step, self._next_period(factor))
+        number, factor = self._rounds.started(step), self._factor.now()
+        if self._factor.changes and self._rounds.ends_at(step):
+            self._rounds = self._rounds.followed(step, self._next_period(factor))
         return number
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the rounds: the steps of a share of an epoch when the training began, which may change."""
         if self._rounds is None:
             return {}
-        rounds, largest = self._rounds, [] if self._factor is None else self._factor.largest
-        return {"period": self._config.period, "rounds": [rounds.period, rounds.begin], "largest_lr": largest}
+        rounds = [self._rounds.period, self._rounds.begin]
+        return {"period": self._config.period, "rounds": rounds, "largest_lr": self._factor.largest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues with as many steps, if ``period`` is the same as then."""
@@ -109,8 +104,7 @@ class PeriodClock(AveragingPolicy):
         if state.get("period") == self._config.period:
             period, begin = state["rounds"]
             self._rounds = Rounds(period, self._config.fragments, begin)
-            if self._factor is not None:
-                self._factor.largest = list(state["largest_lr"])
+            self._factor.largest = state["largest_lr"]
 
     def _planned(self) -> Rounds:
         """Returns the rounds; a collective call if the period is a share of an epoch."""

@@ -70,7 +70,7 @@ class LocalSGD(ElasticReplicaMethod):
         if config.period == BY_GRADIENT:
             return GradientTrigger(optimizer, parameters, config, self.transport)
         follows = config.periods_follow_lr and len(self.optimizers) == 1  # several have rounds at the same steps
-        return PeriodClock(config, self.data, self.transport, RateFactor(optimizer) if follows else None)
+        return PeriodClock(config, self.data, self.transport, RateFactor(optimizer if follows else None))
 
     def _average_others(self, index: int) -> None:
         if index == self._training_steps.first:  # the rounds of all optimizers have the same period

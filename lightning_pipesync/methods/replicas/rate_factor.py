@@ -16,20 +16,27 @@ LARGEST = 10.0
 
 
 class RateFactor:
-    """The largest learning rate so far over the present one.
+    """The largest learning rate of an optimizer so far over the present one; ``optimizer`` None: always 1.
 
     Attributes:
-        largest: the largest rate of each parameter group of the optimizer.
+        largest: the largest rate of each parameter group, a new list at each change.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
         self.largest: list[float] = []
 
+    @property
+    def changes(self) -> bool:
+        """Whether it may be above 1."""
+        return self._optimizer is not None
+
     def now(self) -> float:
         """Returns the factor, from 1 to :data:`LARGEST`: the least of those of the parameter groups."""
+        if self._optimizer is None:
+            return 1.0
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self.largest += rates[len(self.largest) :]
-        self.largest = [max(pair) for pair in zip(rates, self.largest, strict=True)]
+        known = [*self.largest, *rates[len(self.largest) :]]
+        self.largest = [max(pair) for pair in zip(rates, known, strict=True)]
         pairs = [(rate, largest) for rate, largest in zip(rates, self.largest, strict=True) if largest > 0]
         return min((largest / max(rate, largest / LARGEST) for rate, largest in pairs), default=1.0)

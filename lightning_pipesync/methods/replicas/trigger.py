@@ -60,7 +60,7 @@ class GradientTrigger(AveragingPolicy):
         self.tracker, self.threshold = GradientChangeTracker(settings.window, settings.smoothing), Threshold(settings)
         self.last = SyncDecision(delta=self.threshold.delta)
         self.is_local = settings.delta == math.inf
-        self._factor = RateFactor(optimizer) if settings.follow_lr else None
+        self._factor = RateFactor(optimizer if settings.follow_lr else None)
         self._optimizer = type(optimizer).__name__
         self._parameters = [parameter.tensor for parameter in parameters]
         self._settings, self._transport = settings, transport
@@ -107,7 +107,7 @@ class GradientTrigger(AveragingPolicy):
     def end_step(self, step: int) -> int:
         """See :meth:`AveragingPolicy.end_step`; updates delta, unless the change of some rank was not defined."""
         self.last = self.decide()
-        factor = 1.0 if self._factor is None else self._factor.now()
+        factor = self._factor.now()
         if not self.last.undefined:
             self.threshold.update(self.last.synchronized, factor)
         self._norm = self._flags = self._decision = None
@@ -128,19 +128,17 @@ class GradientTrigger(AveragingPolicy):
             self._check(exchange_flags(self._transport, self._skipped(self._norm is not None) | CONSOLIDATE))
 
     def state_dict(self) -> dict[str, Any]:
-        largest = [] if self._factor is None else self._factor.largest
         return {
             "tracker": self.tracker.state_dict(),
             "threshold": self.threshold.state_dict(),
-            "largest_lr": list(largest),
+            "largest_lr": self._factor.largest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "tracker" in state:  # otherwise it is a clock's
             self.tracker.load_state_dict(state["tracker"])
             self.threshold.load_state_dict(state["threshold"])
-            if self._factor is not None:
-                self._factor.largest = list(state["largest_lr"])
+            self._factor.largest = state["largest_lr"]
 
     def _exchange(self, skipping: bool = False) -> Handle[list[int]]:
         """Waits for the norm, and sends this rank's flag, once in a step; ``skipping``: the user has skipped it."""

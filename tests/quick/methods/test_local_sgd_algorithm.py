@@ -59,7 +59,7 @@ def test_periods_grow_as_the_learning_rate_falls(settings: dict[str, Any], steps
     state: dict[str, Any] = {}
     started = []
     for step in range(1, 46):
-        factor = RateFactor(optimizer) if config.periods_follow_lr else None
+        factor = RateFactor(optimizer if config.periods_follow_lr else None)
         clock = PeriodClock(config, SimpleNamespace(), transport, factor)  # type: ignore[arg-type]
         clock.load_state_dict(state)
         optimizer.param_groups[0]["lr"] = 0.2 if step < 5 or step >= 40 else 0.1 if step < 10 else 2e-4
