@@ -153,7 +153,8 @@ def evaluator(task: Task) -> Callable[[VirtualTraining], list[float]]:
     parts: list[tuple[Tensor, ...]] = [*zip(*(tensor.split(500) for tensor in test), strict=True)]
 
     def evaluate(training: VirtualTraining) -> list[float]:
-        scores = [training.model.scores(*training.consolidated(), part) for part in parts]
+        weights, buffers = training.consolidated()
+        scores = [training.model.scores(weights, buffers, part) for part in parts]
         totals, number = sum(total for total, _ in scores), sum(number for _, number in scores)
         return [round(task.quality(float(total) / number), 4) for total in totals]  # type: ignore[union-attr]
 

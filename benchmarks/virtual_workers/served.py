@@ -96,7 +96,6 @@ class ServedReplicas(ServedTraining):
 
     def __init__(self, task: Task, config: ServedConfig, *rest: Any) -> None:
         super().__init__(task, config, *rest)
-        self._num_steps_planned = rest[-1]
         self._outer = config.outer_optimizer(self.optimizer)
         self._own: dict[tuple[int, int], tuple[nn.Parameter, Optimizer, LRScheduler]] = {}
 
@@ -127,5 +126,5 @@ class ServedReplicas(ServedTraining):
         if (training, rank) not in self._own:
             weights = nn.Parameter(self.weights.detach()[training].clone())
             optimizer = self.task.optimizer(nn.ParameterList([weights]))
-            self._own[training, rank] = weights, optimizer, self.task.scheduler(optimizer, self._num_steps_planned)
+            self._own[training, rank] = weights, optimizer, self.task.scheduler(optimizer, self.num_steps_planned)
         return self._own[training, rank]

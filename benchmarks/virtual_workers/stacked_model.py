@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
+from torch.utils.data import Subset, TensorDataset
 
 from benchmarks.tasks import Task
 
@@ -85,8 +86,8 @@ class StackedModel:
 
     def _module_with(self, row: Tensor, buffers: Tensor) -> tuple[Any, dict[str, Tensor]]:
         """Returns a function like the module with these weights, and its buffers, which it changes."""
-        own = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        own |= {name: value.clone() for name, value in _views(buffers, self._of_buffers).items()}
+        values_of = {**dict(self._module.named_buffers()), **_views(buffers, self._of_buffers)}
+        own = {name: value.clone() for name, value in values_of.items()}
         values = {**_views(row, self._shapes), **own}
 
         def module(*arguments: Any) -> Any:
@@ -106,8 +107,6 @@ def _blocks(number: int) -> list[slice]:
 
 def tensors_of(data: Any) -> tuple[Tensor, ...]:
     """Returns all samples of a data set of tensors, or of a part of one, as tensors ``[samples, ...]``."""
-    from torch.utils.data import Subset, TensorDataset
-
     if isinstance(data, Subset):
         return tuple(tensor[torch.as_tensor(data.indices)] for tensor in tensors_of(data.dataset))
     if not isinstance(data, TensorDataset):

@@ -61,7 +61,7 @@ def _topics() -> Task:
     )
 
 
-#: What makes each task, and its learning rates by the name of the optimizer.
+#: What makes each task, without its optimizer.
 TASKS: dict[str, Callable[[], Task]] = {"mnist1d": _mnist1d, "digits": _digits, "resnet": _resnet, "topics": _topics}
 OPTIMIZERS = ("sgd", "adamw")
 _AUGMENTED = ("digits", "resnet")

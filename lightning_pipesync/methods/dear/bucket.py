@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import (
-    Bucket,
-    shard_numel,
-    zeros_with_room,
-)
+from lightning_pipesync.core.buckets import Bucket, shard_numel, zeros_with_room
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
@@ -24,16 +20,9 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.profiling import profiled
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.bucket_update import (
-    BucketUpdate,
-    Piece,
-    slices_in_shard,
-)
+from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece, slices_in_shard
 from lightning_pipesync.methods.gradients.feedpipe import UnwrittenWeights
-from lightning_pipesync.methods.gradients.low_rank import (
-    LowRankGradients,
-    low_rank_bucket,
-)
+from lightning_pipesync.methods.gradients.low_rank import LowRankGradients, low_rank_bucket
 
 #: Where the states of optimizers are, see :func:`send_away`.
 IN_BUCKETS = "DeAR's buckets have"
