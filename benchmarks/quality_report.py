@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -47,7 +48,8 @@ def difference(run: Run, ddp: Run) -> list[float]:
 def step_seconds(method: str, lssr: float, ratio: float) -> float:
     """Returns the time of a step by the cost model, in computations, if an all-reduce takes ``ratio`` of them.
 
-    DDP's runs under the backward pass, two thirds of the computation (DeAR, Eq. 8).
+    DDP's runs under the backward pass, two thirds of the computation (DeAR, Eq. 8). How rare averages are says the
+    share of local steps, ``lssr``, since periods may follow the learning rate.
     """
     name, config = split_method(method)[0], parse_named(method, config_types())
     if name == "ddp":
@@ -59,7 +61,8 @@ def step_seconds(method: str, lssr: float, ratio: float) -> float:
     if name == "local_sgd" and config.period != "selsync":
         if config.neighbors == "random_pairs":
             ratio /= 2  # the weights once, not twice
-        settings = {name: getattr(config, name) for name in ("period", "fragments", "overlap_steps")}
+        period = config.fragments / (1 - lssr) if lssr < 1 else math.inf
+        settings = {"period": period, "fragments": config.fragments, "overlap_steps": config.overlap_steps}
         return local_sgd.step_seconds(1.0, ratio, ratio, settings)
     return 1 + (1 - lssr) * ratio
 
@@ -78,7 +81,12 @@ def _table(runs: list[Run]) -> str:
 
 
 def _sooner(run: Run, ddp: Run, ratio: float) -> float | None:
-    """Returns how many times as soon as DDP a method has the mean quality that DDP ends with; None: it never has."""
+    """Returns how many times as soon as DDP a method has the mean quality that DDP ends with.
+
+    None: it never has, or its time depends on how fast each host is, as with parameter servers.
+    """
+    if split_method(run["method"])[0] == "parameter_server":
+        return None
     target = fmean(ddp["quality"][-1])
     times = [_steps_to(one, target) for one in (run, ddp)]
     if times[0] is None or times[1] is None:
