@@ -116,19 +116,22 @@ def draw_picture(runs: Sequence[Run], title: str, path: Path) -> None:
             seconds = [fmean(values) for values in zip(*(run.seconds for run in group), strict=True)]
             accuracies = [fmean(values) for values in zip(*(run.accuracies for run in group), strict=True)]
             curves.plot(seconds, accuracies, label=strategy, markersize=4, **looks[strategy])
-        curves.set(title="Accuracy over time", xlabel="seconds of training", ylabel="test accuracy", ylim=(0.5, 1.0))
+        curves.set(title=f"Handwritten digits, {title}", xlabel="seconds of training", ylim=(0.5, 1.0))
+        curves.set_ylabel("new images that are recognized")
         curves.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         curves.legend(loc="lower right")
         rows = summarize(runs)
         names = [row.strategy for row in rows]
         drawn = bars.barh(names, [row.seconds for row in rows], color=[looks[name]["color"] for name in names])
-        labels = [
-            f"{row.times_as_fast:.2f} times, {row.mib_sent:.0f} MiB, {100 * row.difference:+.2f} points" for row in rows
-        ]
-        bars.bar_label(drawn, labels, padding=4, fontsize="small")
+        bars.bar_label(drawn, [_in_words(row, rows[0]) for row in rows], padding=4, fontsize="small")
         bars.invert_yaxis()
-        bars.set(
-            title=title, xlabel=f"seconds for {rows[0].steps} steps", xlim=(0, 1.6 * max(row.seconds for row in rows))
-        )
+        bars.set(title=f"Seconds for the same {rows[0].steps} steps", xlim=(0, 1.95 * max(row.seconds for row in rows)))
         for panel in (curves, bars):
             panel.spines[["top", "right"]].set_visible(False)
+
+
+def _in_words(row: Row, first: Row) -> str:
+    if row is first:
+        return f"{row.seconds:.0f} s, {row.mib_sent:.0f} MiB sent"
+    points = f"{100 * row.difference:+.1f} points" if row.difference else "the same accuracy"
+    return f"{row.times_as_fast:.1f} times as fast, {row.mib_sent / first.mib_sent:.0%} of the bytes, {points}"
