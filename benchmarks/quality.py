@@ -120,6 +120,7 @@ class Quality(Command):
             ``rate``, the learning rate.
         """
         torch.set_num_threads(1)  # other processes have the others
+        torch.backends.mha.set_fastpath_enabled(False)  # which torch.func runs row by row
         rate = self.rate or RATES[case.task, case.optimizer][case.workers]
         task = build(case.task, case.optimizer, rate, on_validation=self.evaluate_on == "validation")
         num_steps = round(self.steps / case.workers**0.5)
