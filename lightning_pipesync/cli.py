@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -218,8 +219,9 @@ def _check_dashes(options: list[str]) -> None:
     """Raises ValueError if there is a word that is neither an option nor its value: the begin of the user's command."""
     for number, (before, word) in enumerate(pairwise(options), 1):
         if not word.startswith("-") and (not before.startswith("-") or "=" in before):
-            command = " ".join(options[number:])
-            raise ValueError(f"{word!r} is no option: write the command after two dashes, as in -- {command}")
+            hosts = [] if any(option.startswith("--hosts") for option in options) else ["--hosts", "4"]
+            line = ["pipesync", *options[:number], *hosts, "--", *options[number:]]
+            raise ValueError(f"{word!r} is no option: write -- before the command, as in {shlex.join(line)}")
 
 
 def with_lists(options: list[str], component: Any) -> list[str]:
