@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_pipesync import __version__
 from lightning_pipesync.core.extras import check_extra
+from lightning_pipesync.core.names import did_you_mean_module
 from lightning_pipesync.lab.netlab.command import Netlab
 from lightning_pipesync.lab.plan.command import Plan
 from lightning_pipesync.launch.command import Launch, split_command, starts_replicas
@@ -158,7 +159,8 @@ def _import(module: str | None) -> None:
     try:
         import_module(module)
     except ImportError as error:
-        raise ValueError(f"--import {module}: {type(error).__name__}: {error}.") from error
+        hint = did_you_mean_module(module, error)
+        raise ValueError(f"--import {module}: {type(error).__name__}: {error}.{hint}") from error
     if is_new and known == set(METHODS):
         raise ValueError(f"--import {module} registers no method: call lightning_pipesync.register_method in it.")
 

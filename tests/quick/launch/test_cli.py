@@ -32,6 +32,8 @@ def test_modules_of_the_user_s_folder_do_not_hide_those_of_libraries(
         main(["plan", "--help"])
     assert main(["--import", "of_user", "plan"]) == 2
     assert "--import of_user: ImportError: found" in capsys.readouterr().err
+    assert main(["--import", "of_usr", "plan"]) == 2
+    assert "No module named 'of_usr'. Did you mean 'of_user'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
