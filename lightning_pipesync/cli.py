@@ -104,9 +104,9 @@ def parse(components: Any, words: Sequence[str], **options: Any) -> Any:
     """Parses options by signatures and docstrings; returns a dataclass, or what a function has returned."""
     from jsonargparse import auto_cli
 
-    from lightning_pipesync.cli_help import HelpFormatter
+    from lightning_pipesync.cli_help import HelpFormatter, Parser
 
-    shared: dict[str, Any] = {"formatter_class": HelpFormatter, "allow_abbrev": False}
+    shared: dict[str, Any] = {"parser_class": Parser, "formatter_class": HelpFormatter, "allow_abbrev": False}
     return auto_cli(components, args=list(words), as_positional=False, return_instance=True, **shared, **options)
 
 

@@ -67,6 +67,25 @@ def test_only_what_emulates_a_network_leaves_that_of_the_machine(command: str, e
     assert emulates(command.split()) == expected
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("steps: 3\nhots: 4\n", ", line 2: 'hots' is not an option of pipesync plan. Did you mean 'hosts'?"),
+        ("hosts: 4\n rounds: 1\n", " is no YAML file: line 2: mapping values are not allowed here."),
+        ("- hosts\n", " must hold names and values"),
+        ("rounds: 1\nhosts: many\n", ", line 2: hosts has a wrong value: see pipesync plan --help."),
+        ("null", " must hold names and values, as in 'name: value'; it holds None."),
+    ],
+)
+def test_a_wrong_line_of_a_configuration_file_is_told(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(content)
+    assert main(["plan", "--config", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"pipesync: error: {file}{said}")
+
+
 COMMANDS = ("", "plan", "netlab", "launch", "lighthouse", "bench", "bench step")
 
 
