@@ -112,9 +112,9 @@ def test_help_has_no_types_of_python(
     ("missing", "command", "said", "extra"),
     [
         ("accelerate", "launch train.py", "launch needs Accelerate", "accelerate"),
-        ("torchft", "launch --replicas 2 train.py", "launch needs torchft", "torchft"),
-        ("torchft", "launch --replicas=2 a.py --help", "launch needs torchft", "torchft"),
-        ("torchft", "lighthouse", "lighthouse needs torchft", "torchft"),
+        ("torchft", "launch --replicas 2 train.py", "launch needs torchft (Linux on x86-64)", "torchft"),
+        ("torchft", "launch --replicas=2 a.py --help", "launch needs torchft (Linux on x86-64)", "torchft"),
+        ("torchft", "lighthouse", "lighthouse needs torchft (Linux on x86-64)", "torchft"),
         ("rich", "plan", "plan needs rich", "plan"),
         ("rich matplotlib", "bench step", "bench step needs matplotlib, rich", "bench"),
         ("pyroute2", "netlab --hosts 2 -- true", "netlab needs pyroute2", "netlab"),
