@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wrapt import register_post_import_hook
 
 from lightning_pipesync.core.codecs import TopK
-from lightning_pipesync.core.extras import check_extra, is_installed
+from lightning_pipesync.core.extras import check_extra, is_installed, missing_extra
 from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
@@ -92,22 +92,31 @@ def register_method(method: type[Method]) -> None:
             sys.modules[adapter].STRATEGIES.register(method)
 
 
+def _place_of(name: str) -> tuple[str, str] | None:
+    """Returns the extra that a name needs, and the module that has it; None: it needs no extra, or is unknown."""
+    if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
+        return "accelerate", "accelerate"
+    if name == "PlanCallback":
+        return "lightning", "lab.plan.callback"
+    if name in ("StepReport", "TraceCallback") or name.endswith("Strategy"):
+        return "lightning", "lightning"
+    return None
+
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Returns what needs a framework, and imports that when it is asked for."""
         if name in ("fabric", "lightning"):
             return import_module(f"{__name__}.{name}")
-        if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
-            extra, module = "accelerate", "accelerate"
-        elif name == "PlanCallback":
-            extra, module = "lightning", "lab.plan.callback"
-        elif name in ("StepReport", "TraceCallback") or name.endswith("Strategy"):
-            extra, module = "lightning", "lightning"
-        else:
+        if (place := _place_of(name)) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        extra, module = place
         check_extra(extra, name)
         return getattr(import_module(f"{__name__}.{module}"), name)
+
+    # ``from lightning_pipesync import *`` imports what can be used with the packages that are installed.
+    __all__ = [name for name in __all__ if (place := _place_of(name)) is None or missing_extra(place[0], name) is None]
 
 
 def _advisor_of(trainer: Any, method: Any) -> Any:

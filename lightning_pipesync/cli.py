@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from typing import Any
 
 from lightning_pipesync import __version__
 from lightning_pipesync.core.extras import check_extra
+from lightning_pipesync.core.names import did_you_mean_module
 from lightning_pipesync.lab.netlab.command import Netlab
 from lightning_pipesync.lab.plan.command import Plan
 from lightning_pipesync.launch.command import Launch, split_command, starts_replicas
@@ -102,9 +104,9 @@ def parse(components: Any, words: Sequence[str], **options: Any) -> Any:
     """Parses options by signatures and docstrings; returns a dataclass, or what a function has returned."""
     from jsonargparse import auto_cli
 
-    from lightning_pipesync.cli_help import HelpFormatter
+    from lightning_pipesync.cli_help import HelpFormatter, Parser
 
-    shared: dict[str, Any] = {"formatter_class": HelpFormatter, "allow_abbrev": False}
+    shared: dict[str, Any] = {"parser_class": Parser, "formatter_class": HelpFormatter, "allow_abbrev": False}
     return auto_cli(components, args=list(words), as_positional=False, return_instance=True, **shared, **options)
 
 
@@ -157,7 +159,8 @@ def _import(module: str | None) -> None:
     try:
         import_module(module)
     except ImportError as error:
-        raise ValueError(f"--import {module}: {type(error).__name__}: {error}.") from error
+        hint = did_you_mean_module(module, error)
+        raise ValueError(f"--import {module}: {type(error).__name__}: {error}.{hint}") from error
     if is_new and known == set(METHODS):
         raise ValueError(f"--import {module} registers no method: call lightning_pipesync.register_method in it.")
 
@@ -218,8 +221,9 @@ def _check_dashes(options: list[str]) -> None:
     """Raises ValueError if there is a word that is neither an option nor its value: the begin of the user's command."""
     for number, (before, word) in enumerate(pairwise(options), 1):
         if not word.startswith("-") and (not before.startswith("-") or "=" in before):
-            command = " ".join(options[number:])
-            raise ValueError(f"{word!r} is no option: write the command after two dashes, as in -- {command}")
+            hosts = [] if any(option.startswith("--hosts") for option in options) else ["--hosts", "4"]
+            line = ["pipesync", *options[:number], *hosts, "--", *options[number:]]
+            raise ValueError(f"{word!r} is no option: write -- before the command, as in {shlex.join(line)}")
 
 
 def with_lists(options: list[str], component: Any) -> list[str]:

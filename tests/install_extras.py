@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 TRAINER = """
 import torch
 from torch.utils.data import DataLoader
-from lightning_pipesync import SelSyncStrategy
+from lightning_pipesync import *
 
 class Model(LightningModule):
     def __init__(self):
@@ -38,12 +38,13 @@ class Model(LightningModule):
 for strategy in ("dear", SelSyncStrategy(delta=0.3)):
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_progress_bar=False, callbacks=[StepReport(table=True)],
     )
     trainer.fit(Model(), DataLoader(torch.randn(8, 8), batch_size=4))
     assert trainer.global_step == 2
 strategy = Fabric(strategy="dear", accelerator="cpu", devices=1).strategy
 assert type(strategy).__name__ == "DeARFabricStrategy"
+assert "PipeSyncPlugin" not in globals()
 """
 
 #: By extra, what a user does with it.
@@ -51,16 +52,17 @@ USES = {
     "": """
 import torch
 from importlib.util import find_spec
-from lightning_pipesync import DeAR
+from lightning_pipesync import *
 from lightning_pipesync.cli import main
 
 torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 model = torch.nn.Linear(8, 1)
 sync = DeAR(model, torch.optim.SGD(model.parameters(), lr=0.1))
-model(torch.randn(4, 8)).sum().backward()
-sync.step()
+with step_report(sync):
+    model(torch.randn(4, 8)).sum().backward()
+    sync.step()
 sync.detach()
-for name in ("lightning", "accelerate", "transformers", "bayes_opt", "sklearn", "pyroute2", "matplotlib"):
+for name in ("lightning", "accelerate", "transformers", "bayes_opt", "sklearn", "pyroute2", "matplotlib", "torchft"):
     assert find_spec(name) is None
 assert main(["plan"]) == 2
 main(["--help"])
@@ -135,10 +137,13 @@ build_model("resnet50")
 assert main("bench step --hosts 2 --model cnn --methods ddp dear --steps 2 --rounds 1 --output bench".split()) == 0
 """,
     "all": """
+import platform
 import lightning_pipesync, lightning_pipesync.fabric, lightning_pipesync.transformers
+from importlib.util import find_spec
 from lightning_pipesync import *
 
-assert set(lightning_pipesync.__all__) <= set(globals())
+assert {"PipeSyncPlugin", "PlanCallback", "SelSyncStrategy", "DeAR"} <= set(globals())
+assert find_spec("torchft") or (platform.system(), platform.machine()) != ("Linux", "x86_64")
 """,
 }
 

@@ -6,9 +6,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import patch_environment
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -18,10 +20,13 @@ from lightning_pipesync.accelerate.plugin import (
     CONFIG_VARIABLE,
     NUM_PROCESSES_VARIABLE,
     SECTION,
-    PipeSyncPlugin,
-    read_yaml,
-    section_of,
+    plugin_from,
+    settings_in,
 )
+from lightning_pipesync.core.yaml_files import YamlFile
+
+#: Keys of earlier versions, which Accelerate still reads.
+_EARLIER = ("dynamo_backend", "fp16")
 
 #: Signals that stop the launcher and its workers, unless they are ignored, as SIGHUP is under ``nohup``.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -39,18 +44,17 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
             f"'accelerate config', with a section '{SECTION}:'."
         )
     parsed.signals_to_handle = ",".join(number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
-    content = read_yaml(parsed.config_file)
-    if SECTION not in content:
-        raise ValueError(
-            f"{parsed.config_file} has no section '{SECTION}:' with a method and its settings. Without one, use "
-            "'accelerate launch'."
-        )
-    PipeSyncPlugin.from_mapping(section_of(content, parsed.config_file))  # before any process is started
+    _check(file := YamlFile(parsed.config_file))
+    content = file.content
     num_processes = content.get("num_processes") if parsed.num_processes is None else parsed.num_processes
     with tempfile.TemporaryDirectory(prefix="pipesync-") as folder:
         settings, rest = Path(folder, "pipesync.yaml"), Path(folder, "accelerate.yaml")
         settings.write_text(yaml.safe_dump(content.pop(SECTION)))
         rest.write_text(yaml.safe_dump(content))
+        try:
+            load_config_from_file(str(rest))
+        except ValueError as error:
+            raise ValueError(f"{file.path}: {error}") from None
         parsed.config_file = str(rest)
         environment = {CONFIG_VARIABLE: str(settings)}
         if parsed.cpu or content.get("use_cpu"):  # which Accelerate does not tell several processes
@@ -66,3 +70,15 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
             except SignalException as error:  # for example Ctrl-C; the workers are stopped already
                 return 128 + error.sigval
     return 0
+
+
+def _check(file: YamlFile) -> None:
+    """Raises a ValueError if a key of a configuration file, a method or a setting is wrong."""
+    if SECTION not in file.content:
+        raise ValueError(
+            f"{file.path} has no section '{SECTION}:' with a method and its settings. Without one, use "
+            "'accelerate launch'."
+        )
+    known = [SECTION, *(field.name for field in fields(ClusterConfig)), *_EARLIER]
+    file.check_names(known, "a key of Accelerate's configuration")
+    plugin_from(*settings_in(file))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NAME, NUMBER
+from lightning_pipesync.core.yaml_files import YamlFile
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.training.registry import METHODS, make_config, parse_config, resolve
@@ -82,36 +81,41 @@ class PipeSyncPlugin:
             for name, value in environment.items()
             if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, NUM_PROCESSES_VARIABLE, ADDRESS, NAME, NUMBER)
         }
+        sources = {name: PREFIX + name.upper() for name in given}
         if CONFIG_VARIABLE in environment:
-            path = environment[CONFIG_VARIABLE]
-            given = {**section_of(read_yaml(path), path), **given}
+            section, places = settings_in(YamlFile(environment[CONFIG_VARIABLE]))
+            given, sources = {**section, **given}, {**places, **sources}
         elif given and "method" not in given:
             names = ", ".join(PREFIX + name.upper() for name in given)
             raise ValueError(f"The environment has {names}, and no {METHOD_VARIABLE}: set it, too.")
-        return cls.from_mapping(given) if given else None
+        return plugin_from(given, sources) if given else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.method!r}, {self.config!r})"
 
 
-def section_of(content: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Returns method and settings from the content of the file at ``path``."""
-    section = content.get(SECTION, content)
+def settings_in(file: YamlFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns method and settings from a file, and where in it each is."""
+    section = file.content.get(SECTION, file.content)
     if not isinstance(section, dict) or "method" not in section:
         raise ValueError(
-            f"{path} does not name a method: add a line such as 'method: selsync', at the top level or under "
+            f"{file.path} does not name a method: add a line such as 'method: selsync', at the top level or under "
             f"'{SECTION}:'."
         )
-    return {str(name): value for name, value in section.items()}
+    around = [SECTION] * (SECTION in file.content)
+    settings = {str(name): value for name, value in section.items()}
+    return settings, {name: file.at(*around, name) for name in settings}
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def plugin_from(settings: Mapping[str, Any], sources: Mapping[str, str]) -> PipeSyncPlugin:
+    """Returns the plugin for ``method`` and settings; an error says from which of ``sources`` a wrong one is.
+
+    That is the first one that the error's message names, besides the method.
+    """
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML file: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold names and values, such as 'method: selsync'; it holds {content!r}.")
-    return content
+        return PipeSyncPlugin.from_mapping(settings)
+    except ValueError as error:
+        found = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in sources if name != "method"}
+        named = {match.start(): name for name, match in found.items() if match is not None}
+        source = sources[named[min(named)] if named else "method"]
+        raise ValueError(f"{source}: {error}") from None

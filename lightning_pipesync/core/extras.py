@@ -19,7 +19,7 @@ MODULES = {
 }
 #: Packages that take the place of another one.
 TWINS = {"lightning": ("pytorch_lightning",)}
-#: What a package is called, if not as its module.
+#: What messages call a package, if not as its module.
 NAMES = {
     "lightning": "Lightning",
     "accelerate": "Accelerate",
@@ -27,6 +27,7 @@ NAMES = {
     "bayes_opt": "bayesian-optimization",
     "sklearn": "scikit-learn",
     "PIL": "pillow",
+    "torchft": "torchft (Linux on x86-64)",
 }
 
 

@@ -22,7 +22,7 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.torch_private import ddp_seconds_waited, time_steps
 from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
-from lightning_pipesync.training.rank_times import RankTimes, check_rich, report
+from lightning_pipesync.training.rank_times import RankTimes, report
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -73,12 +73,9 @@ class StepReportMixin(ChecksOverrides, _Base):
 
     Raises:
         ValueError: ``plan`` is no such file, or ``every_n_batches`` is not positive.
-        ModuleNotFoundError: rich, which prints the table, is not installed.
     """
 
     def __init__(self, plan: str | Path | None = None, every_n_batches: int = 50, table: bool = False) -> None:
-        if table:
-            check_rich()
         if every_n_batches < 1:
             raise ValueError(f"every_n_batches must be positive, got {every_n_batches!r}.")
         self._every, self._predictions = every_n_batches, [] if plan is None else _read_predictions(Path(plan))

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.extras import check_extra
-
 #: A rank that computes for so many times as long as the median is slow.
 SLOW = 1.25
 
@@ -66,11 +64,7 @@ def step_report(sync: HasMetrics) -> Iterator[None]:
     Args:
         sync: the attached method, such as ``DeAR(model, optimizer)``; or a :class:`PipeSyncAccelerator`, whose methods
             count together.
-
-    Raises:
-        ModuleNotFoundError: rich, which prints the table, is not installed.
     """
-    check_rich()
     began, before = perf_counter(), sync.metrics()
     yield
     after, seconds = sync.metrics(), perf_counter() - began
@@ -91,27 +85,26 @@ def report(own: RankTimes) -> None:
         ranks *= dist.get_world_size()
         dist.all_gather_object(ranks, own)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        from rich.console import Console
-
-        Console().print(as_table(ranks))
+        print(as_table(ranks))
 
 
-def as_table(ranks: Sequence[RankTimes]) -> Any:
-    """Returns a :class:`rich.table.Table` with a row for each rank."""
-    from rich.table import Table
-
-    table = Table("rank", "host", title="Seconds of each rank")
-    for heading in ("computing", "of median", "waiting", "%", "MiB sent"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+def as_table(ranks: Sequence[RankTimes]) -> str:
+    """Returns a table with a row for each rank, as text."""
+    rows = [("rank", "host", "computing", "of median", "waiting", "%", "MiB sent", "")]
     for rank, (times, ratio) in enumerate(zip(ranks, slowness(ranks), strict=True)):
-        note = "slow" if ratio > SLOW else ""
         share = None if times.waited is None or not times.seconds else 100 * times.waited / times.seconds
         waited, sent = _number(times.waited, ".1f"), _number(times.mib_sent, ".1f")
-        table.add_row(
-            str(rank), times.host, f"{times.computed:.1f}", f"{ratio:.1f}", waited, _number(share, ".0f"), sent, note
+        note = "slow" if ratio > SLOW else ""
+        rows.append(
+            (str(rank), times.host, f"{times.computed:.1f}", f"{ratio:.1f}", waited, _number(share, ".0f"), sent, note)
         )
-    return table
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    justify = (str.ljust, str.ljust, *[str.rjust] * 5, str.ljust)
+    lines = ["Seconds of each rank"]
+    for row in rows:
+        cells = (side(cell, width) for side, cell, width in zip(justify, row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def slowness(ranks: Sequence[RankTimes]) -> list[float]:
@@ -122,8 +115,3 @@ def slowness(ranks: Sequence[RankTimes]) -> list[float]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def check_rich() -> None:
-    """Raises ModuleNotFoundError if rich is not installed, before the training rather than at its end."""
-    check_extra("netlab", "The table of ranks", "rich")

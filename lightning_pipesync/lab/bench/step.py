@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.names import did_you_mean
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.candidates import (
@@ -58,7 +59,8 @@ class StepBenchmark(Benchmark):
 
     def __post_init__(self) -> None:
         if self.model not in model_names():
-            raise ValueError(f"model={self.model!r} is not known; there are {', '.join(model_names())}.")
+            hint = did_you_mean(self.model, model_names())
+            raise ValueError(f"model={self.model!r} is not known; there are {', '.join(model_names())}.{hint}")
         self._check_positive("scale", "steps")
         self._check_all_positive("bucket_mb", self.bucket_mb, "numbers of MiB")
         if not makers(self.methods, self.bucket_mb):  # which raises if one is unknown

@@ -133,13 +133,14 @@ class _Job:
                 raise RuntimeError(_NO_FORWARDER)
             self._forwarder = os.pidfd_open(self._network.forwarder.pid)
             self._events.register(self._forwarder, selectors.EVENT_READ)
+        addresses = [self._network.address(number) for number in range(self._network.hosts)]
         for number in range(self._network.hosts):
             namespace = self._network.namespace(number)
             variables = {**shared_environment(self._network.hosts), **self._network.environment(number), **environment}
             values = {name: variables[name.upper()] for name in ("rank", "world_size", "master_addr", "master_port")}
-            words = _fill_in(command, {**values, "address": self._network.address(number)})
+            words = _fill_in(command, {**values, "address": addresses[number]})
             process = subprocess.Popen(
-                processes.inside(namespace, words),
+                processes.inside(namespace, words, addresses),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -21,9 +21,13 @@ NAMESPACES = Path("/run/netns")
 _DEATH_S = 10.0
 
 
-def inside(namespace: str, command: Sequence[str]) -> list[str]:
-    """Returns the command that becomes another in a named network namespace, and dies with this process."""
-    return [sys.executable, "-I", "-S", enter.__file__, str(NAMESPACES / namespace), str(os.getpid()), *command]
+def inside(namespace: str, command: Sequence[str], addresses: Sequence[str] = ()) -> list[str]:
+    """Returns the command that becomes another in a named network namespace, and dies with this process.
+
+    There ``addresses`` have the names host0, host1 and so on.
+    """
+    enters = [sys.executable, "-I", "-S", enter.__file__, str(NAMESPACES / namespace), str(os.getpid())]
+    return [*enters, ",".join(addresses), *command]
 
 
 def processes_in(*namespaces: str) -> list[int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from pkgutil import iter_modules, resolve_name
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.core.dtensors import is_sharded, local_of
-from lightning_pipesync.core.names import did_you_mean
+from lightning_pipesync.core.names import did_you_mean, did_you_mean_module
 from lightning_pipesync.lab.bench.candidates import sharded
 from lightning_pipesync.lab.bench.models import EMULATED, BenchModel, build_model, model_names
 
@@ -135,7 +134,10 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         if self.model not in model_names() and ":" not in self.model:
-            raise ValueError(f"model={self.model!r} is neither MODULE:FUNCTION nor one of {', '.join(model_names())}.")
+            hint = did_you_mean(self.model, model_names())
+            raise ValueError(
+                f"model={self.model!r} is neither MODULE:FUNCTION nor one of {', '.join(model_names())}.{hint}"
+            )
         for name in ("scale", "compute_ms", "steps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
@@ -186,10 +188,8 @@ def _function_of(name: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
-            hint = did_you_mean(module, (one.name for one in iter_modules([os.getcwd()])))
-        elif isinstance(error, AttributeError) and module in sys.modules:
+        hint = did_you_mean_module(module, error)
+        if isinstance(error, AttributeError) and module in sys.modules:
             hint = did_you_mean(function, vars(sys.modules[module]))
         raise ValueError(f"model={name!r}: {type(error).__name__}: {error}.{hint} Give MODULE:FUNCTION.") from error
     return found

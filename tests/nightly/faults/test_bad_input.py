@@ -22,7 +22,7 @@ REFUSED: dict[str, list[tuple[str, list[str]]]] = {
         *[("--device cuda", ["torch finds no GPU here"])] * (not torch.cuda.is_available()),
     ],
     "bench step": [
-        ("--model nope", ["model='nope'", "emulated-bert-large"]),
+        ("--model emulated-bert", ["model='emulated-bert' is not known", "Did you mean 'emulated-bert-base'?"]),
         ("--model cnn --ratio 1", ["ratio=[1.0]", "cnn"]),
         ("--ratio 0", ["ratio must be positive"]),
         ("--methods dear", ["ddp has to be among them"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from lightning_pipesync import DeARConfig, EAPipeConfig, PipeSyncPlugin, SelSyncConfig, TopK
 from lightning_pipesync.accelerate.launched import check_num_processes
+from lightning_pipesync.cli import main
 from lightning_pipesync.training.registry import METHODS
 
 
@@ -84,6 +86,46 @@ def test_wrong_files_are_named(content: bytes, words: str, tmp_path: Path) -> No
     with pytest.raises(ValueError, match=words) as caught:
         PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)})
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("lssr: null\nmethod: selsync\ndetla: 0.3\n", ", line 3: method='selsync' has no setting 'detla'."),
+        ("num_processes: 2\npipesync:\n  method: selsync\n  delta: -1\n", ", line 4: delta must be "),
+        ("\n# fast\nmethod: sellsync\ndelta: 0.3\n", ", line 3: method must be one of "),
+        ("method: dear\n  bucket_mb: 4\n", " is no YAML file: line 2: mapping values are not allowed here."),
+    ],
+)
+def test_a_wrong_line_of_a_file_is_told(content: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "method.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file) + said)}"):
+        PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("num_procesess: 2", ", line 2: 'num_procesess' is not a key of Accelerate's configuration. Did you mean 'num"),
+        ("distributed_type: MULTIGPU", ": 'MULTIGPU' is not a valid DistributedType"),
+    ],
+)
+def test_a_wrong_line_of_accelerate_s_is_told(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the user's own file, of which the launcher gives Accelerate a part."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"distributed_type: MULTI_GPU\n{line}\npipesync:\n  method: dear\n")
+    assert main(["launch", "--config_file", str(file), "nowhere.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"pipesync: error: {file}{said}")
+
+
+def test_a_wrong_variable_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "method.yaml"
+    file.write_text("method: selsync\ndelta: 0.3\n")
+    with pytest.raises(ValueError, match=r"^PIPESYNC_DELTA: delta must be .*-1"):
+        PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file), "PIPESYNC_DELTA": "-1"})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,11 +111,14 @@ def test_what_users_write_has_units() -> None:
             "There is no command for the hosts to run: write it after two dashes, as in -- python train.py",
         ),
         ("--hosts 2", "write it after two dashes"),
-        (
-            "--hosts 2 python -u train.py",
-            "'python' is no option: write the command after two dashes, as in -- python -u",
+        *(
+            (f"{options}{command}", f" is no option: write -- before the command, as in pipesync netlab {line}\n")
+            for options, command, line in (
+                ("", "python train.py", "--hosts 4 -- python train.py"),
+                ("--hosts 2 ", "python -u train.py", "--hosts 2 -- python -u train.py"),
+                ("--rate 1gbit --hosts=2 ", "a.sh --epochs 3", "--rate 1gbit --hosts=2 -- a.sh --epochs 3"),
+            )
         ),
-        ("--hosts=2 train.py --epochs 3", "'train.py' is no option: write the command after two dashes"),
         ("--hosts 2 --delay 40", "delay: '40' is not a delay"),
         ("--hosts 2 --delay=-1ms", "delay: '-1ms' is not a delay"),
         ("--hosts 2 --delay 4ms --jitter 40ms", "jitter='40ms' is more than delay='4ms'"),
@@ -187,6 +191,19 @@ def rate_in_kernel(namespace: str, interface: str) -> int:
 
 
 @needs_machine
+def test_hosts_have_names(nothing_left: None) -> None:
+    """Otherwise c10d warns of each connection that it has no name; other names stay, as does the machine's own file."""
+    script = "import socket; print([socket.gethostbyname(name) for name in ('host0', 'host1', 'localhost')], "
+    script += "*(socket.getnameinfo((before + '198.18.0.2', 0), 0)[0] for before in ('', '::ffff:')))"
+    before = Path("/etc/hosts").read_text()
+    record = Record()
+    with Network(2) as network:
+        assert run_job(network, python(script), output=record, timeout_s=200) == 0, record.lines
+    assert record.of(0) == record.of(1) == ["['198.18.0.1', '198.18.0.2', '127.0.0.1'] host1 host1"]
+    assert Path("/etc/hosts").read_text() == before
+
+
+@needs_machine
 def test_gloo_reduces_over_links_with_the_rates_that_were_asked_for(nothing_left: None) -> None:
     """Also what a command leaves running ends with the job."""
     record = Record()
@@ -201,6 +218,7 @@ def test_gloo_reduces_over_links_with_the_rates_that_were_asked_for(nothing_left
         words = shell(f"setsid sleep 1000 & exec {sys.executable} -c '{ALL_REDUCE}'")
         assert run_job(network, words, output=record, timeout_s=200) == 0, record.lines
     assert [line for _, line in record.lines if "sum" in line] == ["sum 3.0"] * 2
+    assert not [line for _, line in record.lines if "hostname" in line]
 
 
 @needs_machine

@@ -355,6 +355,8 @@ def test_a_model_that_cannot_be_measured_has_no_plan(
             "module 'train' has no attribute 'for_plna'. Did you mean 'for_plan'? Give MODULE:FUNCTION.",
         ),
         ("train_needs:for_plan", "ModuleNotFoundError: No module named 'trains'. Give MODULE:FUNCTION."),
+        ("nets.trian:for_plan", "No module named 'nets.trian'. Did you mean 'nets.train'? Give MODULE:FUNCTION."),
+        ("transfomer", ", emulated-resnet50, emulated-bert-base, emulated-bert-large. Did you mean 'transformer'?"),
     ],
 )
 def test_a_typo_in_the_model_is_told_before_anything_starts(
@@ -362,6 +364,8 @@ def test_a_typo_in_the_model_is_told_before_anything_starts(
 ) -> None:
     (tmp_path / "train.py").write_text("def for_plan(): ...")
     (tmp_path / "train_needs.py").write_text("import trains")
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "train", raising=False)

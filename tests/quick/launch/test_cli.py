@@ -32,6 +32,8 @@ def test_modules_of_the_user_s_folder_do_not_hide_those_of_libraries(
         main(["plan", "--help"])
     assert main(["--import", "of_user", "plan"]) == 2
     assert "--import of_user: ImportError: found" in capsys.readouterr().err
+    assert main(["--import", "of_usr", "plan"]) == 2
+    assert "No module named 'of_usr'. Did you mean 'of_user'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,25 @@ def test_only_what_emulates_a_network_leaves_that_of_the_machine(command: str, e
     assert emulates(command.split()) == expected
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("steps: 3\nhots: 4\n", ", line 2: 'hots' is not an option of pipesync plan. Did you mean 'hosts'?"),
+        ("hosts: 4\n rounds: 1\n", " is no YAML file: line 2: mapping values are not allowed here."),
+        ("- hosts\n", " must hold names and values"),
+        ("rounds: 1\nhosts: many\n", ", line 2: hosts has a wrong value: see pipesync plan --help."),
+        ("null", " must hold names and values, as in 'name: value'; it holds None."),
+    ],
+)
+def test_a_wrong_line_of_a_configuration_file_is_told(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(content)
+    assert main(["plan", "--config", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"pipesync: error: {file}{said}")
+
+
 COMMANDS = ("", "plan", "netlab", "launch", "lighthouse", "bench", "bench step")
 
 
@@ -91,9 +112,9 @@ def test_help_has_no_types_of_python(
     ("missing", "command", "said", "extra"),
     [
         ("accelerate", "launch train.py", "launch needs Accelerate", "accelerate"),
-        ("torchft", "launch --replicas 2 train.py", "launch needs torchft", "torchft"),
-        ("torchft", "launch --replicas=2 a.py --help", "launch needs torchft", "torchft"),
-        ("torchft", "lighthouse", "lighthouse needs torchft", "torchft"),
+        ("torchft", "launch --replicas 2 train.py", "launch needs torchft (Linux on x86-64)", "torchft"),
+        ("torchft", "launch --replicas=2 a.py --help", "launch needs torchft (Linux on x86-64)", "torchft"),
+        ("torchft", "lighthouse", "lighthouse needs torchft (Linux on x86-64)", "torchft"),
         ("rich", "plan", "plan needs rich", "plan"),
         ("rich matplotlib", "bench step", "bench step needs matplotlib, rich", "bench"),
         ("pyroute2", "netlab --hosts 2 -- true", "netlab needs pyroute2", "netlab"),

@@ -129,12 +129,15 @@ try:
 except ImportError as error:
     assert "SelSyncStrategy needs Lightning" in str(error)
 assert not hasattr(lightning_pipesync, "none_such")
+from lightning_pipesync import *
+assert DeAR is lightning_pipesync.DeAR
 import torch
 model = torch.nn.Linear(2, 2)
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-sync = lightning_pipesync.DeAR(model, torch.optim.SGD(model.parameters(), lr=0.1))
-model(torch.ones(1, 2)).sum().backward()
-sync.step()
+sync = DeAR(model, torch.optim.SGD(model.parameters(), lr=0.1))
+with step_report(sync):
+    model(torch.ones(1, 2)).sum().backward()
+    sync.step()
 sync.detach()
 main(["--help"])
 """
@@ -145,3 +148,4 @@ def test_the_core_needs_no_framework_and_what_needs_one_names_its_extra() -> Non
     result = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert result.returncode == 0, result.stderr
     assert "Available subcommands" in result.stdout
+    assert "Seconds of each rank" in result.stdout
