@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.data.elastic import ElasticOrder
-from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
+from lightning_pipesync.data.loaders import LoaderWrapper, num_batches, sampler_of
 from lightning_pipesync.data.order import begin_at
 
 
@@ -99,6 +99,12 @@ class TrainLoader(LoaderWrapper):
         self._order.go_to(state)
         self.epoch, self._has_begun, self._num_batches = state["epoch"], False, state["num_batches"]
         self._is_elsewhere = True
+
+    def skip_ended_epoch(self) -> None:
+        """Sets the next epoch, if the next iteration would begin where no batch is left of one."""
+        length = num_batches(self.loader)
+        if length is not None and 0 < length <= self._num_batches:
+            self.set_epoch(self.epoch + 1)
 
     def redivide(self, place_of_data: tuple[int, int]) -> None:
         """Divides what is left of the epoch, from the next batch on: this is now the k-th of n members, as in (k, n).

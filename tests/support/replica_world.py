@@ -124,6 +124,9 @@ class Data:
     def common(self) -> list[Any]:
         return []
 
+    def skip_ended_epochs(self) -> None:
+        """Does nothing: the data never end."""
+
 
 class Method:
     """What :class:`QuorumRounds` needs of a method; the state is the members of each round."""
