@@ -380,7 +380,7 @@ class World:
             patch.object(rounds, "own_address", lambda *_: ""),
             patch.object(membership, "give_up", lambda _, key: self.given_up.add(key)),
             patch.object(rounds, "time", SimpleNamespace(sleep=self._sleep, monotonic=lambda: self.clock)),
-            patch.object(membership.warnings, "warn", lambda *_, **__: None),
+            patch.object(membership.log, "warning"),
         ):
             try:
                 while self._step():
