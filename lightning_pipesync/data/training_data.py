@@ -53,7 +53,7 @@ class TrainingData:
     ``followed`` is true from the first batch of a prepared loader on, or set by an adapter to a framework that follows
     the settings itself. ``steps_per_epoch`` returns the number of steps of an epoch, or None if it is not known. An
     adapter to a framework sets it, or :meth:`prepare`, for which each batch is a step. ``transport`` is replaced when
-    there are other ranks. ``between_batches`` is called between two batches of a prepared loader. ``find`` returns the
+    there are other ranks. ``between_batches`` is called before a batch of a prepared loader. ``find`` returns the
     training data of the method of that time: an adapter to a framework that attaches another one sets it.
 
     A method whose members come and go sets ``elastic`` before any loader is prepared. It calls :meth:`redivide` when

@@ -226,6 +226,27 @@ def test_a_replica_that_is_behind_goes_to_the_others(ahead: int) -> None:
         assert second.data.position() == first.data.position()
 
 
+def test_one_that_leaves_at_the_end_of_an_epoch_ends_before_the_next() -> None:
+    """So its loop does what follows an epoch, and a resumed run has no epoch of no batches."""
+    job, ended = Replica(plain(Data(12, 4)), (0, 1), None, early=True), []
+
+    def end_if_left() -> None:
+        if len(job.seen) == 3:
+            raise SystemExit
+
+    def train() -> None:
+        for epoch in range(EPOCHS):
+            for batch in job.loader:
+                job.seen.append((epoch, batch))
+            ended.append(epoch)
+
+    job.data.between_batches = end_if_left
+    with pytest.raises(SystemExit):
+        train()
+    assert ended == [0]
+    assert job.loader.state_dict().items() >= {"epoch": 1, "num_batches": 0, "offset": 0}.items()
+
+
 def test_another_replicas_data_must_be_the_same() -> None:
     here = Replica(plain(Data(103, 4)), (0, 2), None, early=True)
     for name, other in [
