@@ -155,7 +155,8 @@ class ElasticOrder:
         """
         if self.sampler is None or place_of_data == (self.sampler.rank, self.sampler.num_replicas):
             return False
-        self.begin_at(epoch, num_batches)
+        if (epoch, num_batches * batch_size(self._loader)) != (self.sampler.epoch, self.sampler.done):
+            self.begin_at(epoch, num_batches)  # batches of the present division, which a newcomer has not shared
         self.sampler.rank, self.sampler.num_replicas = place_of_data
         return True
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.data.elastic import ElasticOrder
-from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
+from lightning_pipesync.data.loaders import LoaderWrapper, num_batches, sampler_of
 from lightning_pipesync.data.order import begin_at
 
 
@@ -35,7 +35,7 @@ class TrainLoader(LoaderWrapper):
     Args:
         loader: the DataLoader, with this rank's order, and of the same length on all ranks.
         finish: called on each batch: injects rows, moves it to the device.
-        between: called between two batches; it may raise.
+        between: called before each batch, but not where an epoch ends; it may raise.
 
     Attributes:
         loader: the DataLoader.
@@ -56,6 +56,7 @@ class TrainLoader(LoaderWrapper):
         """Iterates over the batches of an epoch. With data injection every rank must take the same number of them."""
         if self._has_begun:  # the last iteration stopped early
             self.set_epoch(self.epoch + 1)
+        self._between()
         self._is_elsewhere = True
         while self._is_elsewhere:
             self._has_begun, self._is_elsewhere = True, False
@@ -63,7 +64,8 @@ class TrainLoader(LoaderWrapper):
             for batch in rest:
                 self._num_batches += 1
                 yield self._finish(batch)
-                self._between()
+                if not self._is_over:  # otherwise the loop does first what follows an epoch
+                    self._between()
                 if self._is_elsewhere:
                     break
             rest.close()  # ends worker processes before others start
@@ -74,6 +76,12 @@ class TrainLoader(LoaderWrapper):
         if epoch != self.epoch or self._has_begun:
             self.epoch, self._has_begun, self._num_batches = epoch, False, 0
             self._order.begin_at(epoch, 0)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no batch is left of the epoch, as it is divided now; False if the data set does not know."""
+        length = num_batches(self.loader)
+        return length is not None and 0 < length <= self._num_batches
 
     @property
     def num_batches(self) -> int:
@@ -99,6 +107,11 @@ class TrainLoader(LoaderWrapper):
         self._order.go_to(state)
         self.epoch, self._has_begun, self._num_batches = state["epoch"], False, state["num_batches"]
         self._is_elsewhere = True
+
+    def skip_ended_epoch(self) -> None:
+        """Sets the next epoch, if the next iteration would begin where no batch is left of one."""
+        if self._is_over:
+            self.set_epoch(self.epoch + 1)
 
     def redivide(self, place_of_data: tuple[int, int]) -> None:
         """Divides what is left of the epoch, from the next batch on: this is now the k-th of n members, as in (k, n).

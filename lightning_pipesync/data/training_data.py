@@ -42,6 +42,8 @@ class HasPlace(Protocol):
 
     def common(self) -> dict[str, Any] | None: ...
 
+    def skip_ended_epoch(self) -> None: ...
+
     def redivide(self, place_of_data: tuple[int, int]) -> None: ...
 
 
@@ -51,13 +53,14 @@ class TrainingData:
     ``followed`` is true from the first batch of a prepared loader on, or set by an adapter to a framework that follows
     the settings itself. ``steps_per_epoch`` returns the number of steps of an epoch, or None if it is not known. An
     adapter to a framework sets it, or :meth:`prepare`, for which each batch is a step. ``transport`` is replaced when
-    there are other ranks. ``between_batches`` is called between two batches of a prepared loader. ``find`` returns the
+    there are other ranks. ``between_batches`` is called before a batch of a prepared loader. ``find`` returns the
     training data of the method of that time: an adapter to a framework that attaches another one sets it.
 
     A method whose members come and go sets ``elastic`` before any loader is prepared. It calls :meth:`redivide` when
     ``transport`` is another one, on all members after the same step, and gives a newcomer the :meth:`position` of
-    another member by :meth:`go_to`. Preparing a loader then is no collective call. An adapter adds to ``loaders`` what
-    it divides itself, and what else has a place in the data, such as a Trainer.
+    another member by :meth:`go_to`, and by :meth:`skip_ended_epochs` if the others train already. Preparing a loader
+    then is no collective call. An adapter adds to ``loaders`` what it divides itself, and what else has a place in the
+    data, such as a Trainer.
     """
 
     ask: Ask  # for the next batch of a work queue; the method sets it
@@ -74,6 +77,7 @@ class TrainingData:
         self._num_prepared = 0
         self._loaders: list[weakref.ref[HasPlace]] = []
         self._arrived: list[dict[str, Any]] = []  # places of loaders that are yet to be prepared
+        self._skips_ended_epochs = False  # whether those do, too
         self._place: tuple[int, int] | None = None  # of which the loaders are; None: as they were prepared
 
     def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None = None) -> TrainLoader:
@@ -117,6 +121,8 @@ class TrainingData:
             loader.redivide(self._place)
         if self._arrived:
             loader.load_state_dict(self._arrived.pop(0))
+            if self._skips_ended_epochs:
+                loader.skip_ended_epoch()
 
     def redivide(self, among: tuple[int, int] | None = None) -> None:
         """Divides what is left of the epoch among the members of ``transport``, from the next batch of each loader on.
@@ -149,6 +155,16 @@ class TrainingData:
         for loader, place in zip(present, position, strict=False):
             loader.load_state_dict(place)
         self._arrived = position[len(present) :]
+
+    def skip_ended_epochs(self) -> None:
+        """Begins with the next epoch where nothing is left of the one of :meth:`go_to`, as it is divided now.
+
+        For one that has come while the others train: what it gets of theirs besides is from after that epoch's end,
+        such as a scheduler, which its loop must not step for it again.
+        """
+        self._skips_ended_epochs = True
+        for loader in self._present():
+            loader.skip_ended_epoch()
 
     def _present(self) -> list[HasPlace]:
         return [loader for known in self._loaders if (loader := known()) is not None]

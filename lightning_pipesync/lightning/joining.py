@@ -20,6 +20,7 @@ from lightning_pipesync.lightning.private import (
     progress_of,
     restart_train_loader,
     set_num_batches,
+    skip_ended_epoch,
 )
 from lightning_pipesync.lightning.sharded import ShardedModuleMixin
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -103,6 +104,12 @@ class TrainerPlace:
     def common(self) -> dict[str, Any] | None:
         """Returns what the jobs must have in common; None if the order is the user's own."""
         return None if self._order is None else self._order.common()
+
+    def skip_ended_epoch(self) -> None:
+        """Begins with the next epoch, if those who are there now cannot divide what was left of the present one."""
+        if skip_ended_epoch(self._trainer) and self._order is not None:
+            self._order.begin_at(*position_of(self._trainer))
+            restart_train_loader(self._trainer)
 
     def redivide(self, place_of_data: tuple[int, int]) -> None:
         """Divides what is left of the epoch from the next batch on: this is now the k-th of n members, as in (k, n)."""

@@ -209,6 +209,15 @@ def go_to_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
         loop._restarting = loop.epoch_loop.restarting = False
 
 
+def skip_ended_epoch(trainer: Trainer) -> bool:
+    """Begins the next epoch if no batch is left of the one of :func:`go_to_progress`; returns whether it does."""
+    if not 0 < trainer.fit_loop.max_batches <= position_of(trainer)[1]:
+        return False
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+    go_to_progress(trainer, progress_of(trainer))
+    return True
+
+
 def begin_next_epoch(trainer: Trainer) -> None:
     """Begins an epoch if a checkpoint was saved at the last batch of the one before; called in ``on_train_start``.
 

@@ -115,7 +115,7 @@ def plan_for(
             *findings(facts),
             *(outliers(links, names) if links is not None else ()),
             *several_connections(cluster.bandwidth, cluster.ranks_per_replica),
-            *slow_ranks(everyones, names, baseline.seconds),
+            *slow_ranks(everyones, facts, baseline.seconds),
             *_other_devices(cluster, device),
         ],
         "links": None if links is None else asdict(links),

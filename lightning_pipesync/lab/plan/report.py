@@ -161,7 +161,7 @@ def _cannot_be_used(reasons: Mapping[str, str]) -> str:
     for name, reason in reasons.items():
         method, _, listed = name.partition(":")
         known = settings.get((method, reason))
-        settings[method, reason] = [one for one in listed.split(",") if known is None or one in known]
+        settings[method, reason] = [one for one in listed.split(",") if one and (known is None or one in known)]
     return "".join(
         paragraph(f"{method}{' with ' if common else ''}{', '.join(common)} cannot be used: {reason}", bullet=True)
         for (method, reason), common in settings.items()

@@ -115,6 +115,9 @@ def _beside(best: Prediction | None, rounds: Mapping[str, Sequence[float]], ddp:
     if best is None:
         return "Nothing else could be run."
     seconds, why = median(rounds[best.name]), ""
-    if seconds < ddp:
-        why = f": not {WORTH:.0%} less, or " + ("not in every round" if measured else "less than costs may be off by")
+    less = 1 - seconds / ddp
+    if less > WORTH:
+        why = f", {less:.0%} less, but " + ("not in every round" if measured else "costs may be off by more")
+    elif less > 0:
+        why = f", not {WORTH:.0%} less"
     return f"The best beside it, {best.title}, takes {milliseconds(seconds)}{why}."

@@ -17,6 +17,7 @@ from lightning_pipesync.core.dtensors import ShardedOptimizers, is_sharded, loca
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.lab.bench.candidates import Candidate, inputs_of, time_candidates, without_communication
 from lightning_pipesync.lab.bench.models import BenchModel, stand_in
+from lightning_pipesync.lab.bench.preflight import HostFacts
 from lightning_pipesync.lab.bench.timing import profile_step
 from lightning_pipesync.lab.plan.model import EACH_RANK, Replicas, bytes_by_group
 from lightning_pipesync.lab.plan.predictions import predict
@@ -67,14 +68,23 @@ def slowest(everyones: Sequence[Work]) -> Work:
     return replace(longest, measured=measured, pace=together / longest.seconds)
 
 
-def slow_ranks(everyones: Sequence[Work], names: Sequence[str], step: float) -> list[str]:
-    """Returns which ranks are slow, one sentence each; ``step`` is the seconds of a step of DDP."""
+def slow_ranks(everyones: Sequence[Work], facts: Sequence[HostFacts], step: float) -> list[str]:
+    """Returns which ranks are slow, and what to do; ``step`` is the seconds of a step of DDP."""
     seconds = [work.seconds for work in everyones]
     usual, others = sorted(seconds)[(len(seconds) - 1) // 2], "the other" if len(seconds) == 2 else "most"
+
+    def advice(host: HostFacts) -> str:
+        if any(one.host == host.host and one.address != host.address for one in facts):  # as in `pipesync netlab`
+            return (
+                f"These hosts are emulated, and share the {host.cores} cores of {host.host}: measure again while "
+                "nothing else runs there."
+            )
+        return "Look for other processes there, too many threads, or a slower processor."
+
     return [
-        f"{name}: its computation takes {milliseconds(took)}, and that of {others} {milliseconds(usual)}: all others "
-        "wait for it. Look for other processes there, too many threads, or a slower processor."
-        for name, took in zip(names, seconds, strict=True)
+        f"{host.name}: its computation takes {milliseconds(took)}, and that of {others} {milliseconds(usual)}: all "
+        f"others wait for it. {advice(host)}"
+        for host, took in zip(facts, seconds, strict=True)
         if took - usual > max(SLOW_SHARE * usual, SHARE_OF_STEP * step, NOISE_S)
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,8 @@ from lightning_pipesync.methods.replicas.rate_factor import RateFactor
 from lightning_pipesync.methods.replicas.replica import Replica
 from lightning_pipesync.methods.replicas.settings import check_force, force_of
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
+
+log = logging.getLogger(__name__)
 
 
 class LocalSGD(ElasticReplicaMethod):
@@ -103,7 +105,7 @@ class LocalSGD(ElasticReplicaMethod):
             self._check_force()
         except ValueError as error:  # more have come
             if dist.get_rank() == 0:
-                warnings.warn(f"{error} That is what it is until there are fewer.", stacklevel=2)
+                log.warning(f"{error} That is what it is until there are fewer.")
         return super()._new_replicas()
 
     def _shape_settings(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,6 +33,7 @@ from lightning_pipesync.methods.replicas.rounds import Departure, QuorumRounds
 from lightning_pipesync.methods.settings import config_from
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class ElasticReplicaMethod(ReplicaMethod):
@@ -144,9 +145,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         if self._departure.is_now and index == self._training_steps.last and not (self.has_left or is_under_way):
             self._rounds.leave_now()
         if self.has_left and dist.get_rank() == 0:
-            warnings.warn(
-                f"This replica was asked to leave, and has left after {self.num_rounds} rounds.", stacklevel=4
-            )
+            log.warning(f"This replica was asked to leave, and has left after {self.num_rounds} rounds.")
         return result
 
     @property

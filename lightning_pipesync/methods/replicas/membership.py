@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +25,15 @@ from lightning_pipesync.methods.replicas.method import Changes
 if TYPE_CHECKING:
     from lightning_pipesync.methods.replicas.jobs import ElasticReplicaMethod
 
+log = logging.getLogger(__name__)
+
 
 class Membership:
     """Who trains together, as this rank knows it, and a line to the rank with the same shard of each of them.
 
     Attributes:
         members: of the last line on which all have met, in the order of their ids.
-        announces: whether this rank is the one of its job that warns of changes, once the job has joined.
+        announces: whether this rank is the one of its job that logs changes, once the job has joined.
 
     Args:
         method: attached; its transport exchanges along the line.
@@ -140,11 +142,8 @@ class Membership:
         happened += [f"Took in {listed(new)}"] if new else []
         several = len(self.members) > 1
         number = f"{len(self.members)} replicas continue" if several else "this replica continues alone"
-        warnings.warn(
-            f"{'. '.join(happened) or 'Lost a connection, and no replica'} after "
-            f"{self._method.num_rounds} rounds: {number}.",
-            stacklevel=2,
-        )
+        what = ". ".join(happened) or "Lost a connection, and no replica"
+        log.warning(f"{what} after {self._method.num_rounds} rounds: {number}.")
 
 
 def ids_of(members: Sequence[Member]) -> list[str]:

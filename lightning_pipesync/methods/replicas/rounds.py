@@ -130,6 +130,8 @@ class QuorumRounds:
                 self.completed, self.generation = agreement.completed + (not starts), agreement.generation
                 self.has_joined, self._steps = True, (self.completed, self._shared_by)
                 self._membership.announces = self.job.rank == 0
+                if not starts:
+                    self._method.data.skip_ended_epochs()
 
     def end(self, round_: Callable[[], object]) -> None:
         """Runs a last round if all others end, after no more steps; otherwise they go on without this replica."""

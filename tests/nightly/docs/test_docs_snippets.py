@@ -63,9 +63,7 @@ RUNS = {
         "args = TrainingArguments(folder, max_steps=2, use_cpu=True, report_to=[], save_strategy='no')",
         "trainer.train()",
     ),
-    ("diloco_across_sites", "import json"): Run(
-        """import sys\nsys.argv = ["sites.py", '{"steps": 1, "period": 4}']""", init=False
-    ),
+    ("diloco_across_sites", "import json"): Run("""import sys\nsys.argv = ["sites.py", '{"epochs": 1}']""", init=False),
     ("diloco_across_sites", "import torch.distributed as dist"): Run(
         "import torch\nfrom lightning_pipesync import LocalSGD\nsync = LocalSGD(model, optimizer)", "sync.detach()"
     ),

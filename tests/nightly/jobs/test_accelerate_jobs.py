@@ -34,8 +34,8 @@ def accelerator_of(loaders: dict[str, Any] | None = None, accumulates: int = 1, 
     return PipeSyncAccelerator(plugin, dataloader_config=data, gradient_accumulation_steps=accumulates)
 
 
-def numbers() -> DataLoader[int]:
-    return DataLoader(range(DATA.size), DATA.batch_size, shuffle=True)  # type: ignore[arg-type]
+def numbers(data: Data = DATA) -> DataLoader[int]:
+    return DataLoader(range(data.size), data.batch_size, shuffle=True)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Training:
     """A training of a job's, of which `batches` has (epoch, batch) of each step."""
 
     rank: int
+    data: Data = DATA
     accumulates: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     before_step: Callable[[int], object] = lambda _: None
@@ -55,7 +56,7 @@ class Training:
         optimizer = OPTIMIZERS["sgd"](self.model)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         accelerator.register_for_checkpointing(self.counter)
-        self.loader = accelerator.prepare_train_loader(numbers())  # before or after the model
+        self.loader = accelerator.prepare_train_loader(numbers(self.data))  # before or after the model
         self.network, self.optimizer, self.scheduler = accelerator.prepare(self.model, optimizer, scheduler)
 
     def run(self, epochs: int = EPOCHS) -> None:
@@ -73,13 +74,14 @@ class Training:
                     self.optimizer.zero_grad()
                 self.counter.steps += accelerator.sync_gradients
                 self.after_step(self.counter.steps)
+            assert epoch in dict(self.batches), "it is not empty"
 
 
-def train(rank: int, directory: Path) -> dict[str, Any]:
+def train(rank: int, data: Data, directory: Path) -> dict[str, Any]:
     """Trains as the job ``rank``; the last one is job 0, when it comes back."""
     comes_back = rank == 3
     rank, before_step = dies_and_comes_back(rank, 0, 3, directory)
-    training = Training(rank, before_step=before_step)
+    training = Training(rank, data, before_step=before_step)
     if comes_back:
         (directory / "started").touch()  # it is alive, so that the others wait for it in their next round
     training.run()
@@ -90,13 +92,14 @@ def train(rank: int, directory: Path) -> dict[str, Any]:
     return {"own": own, "agreed": state(training.model), "seen": training.batches, **counted}
 
 
-def test_the_first_dies_and_comes_back(tmp_path: Path) -> None:
-    died, *others, again = launch_replicas(train, 4, tmp_path, num_replicas=3, may_die=(0,))
+@pytest.mark.parametrize("data", [DATA, Data(80, 4)], ids=["within an epoch", "at the end of one"])
+def test_the_first_dies_and_comes_back(data: Data, tmp_path: Path) -> None:
+    died, *others, again = launch_replicas(train, 4, data, tmp_path, num_replicas=3, may_die=(0,))
     assert died == DIED
     steps = others[0]["steps"]
     came, lost = steps - len(again["seen"]), DIES + 1
     assert came > WAITS
-    expected = seen(DATA, {0: "012", lost: "12", came: "012"}, EPOCHS)
+    expected = seen(data, {0: "012", lost: "12", came: "012"}, EPOCHS)
     settings: dict[str, Any] = {"world_size": 3, "num_steps": steps, "period": PERIOD}
     replicas = simulate(seeded_mlp(), OPTIMIZERS["sgd"], loss, lost={0: lost}, back={0: came}, **settings)
     for rank, outcome in enumerate((again, *others)):

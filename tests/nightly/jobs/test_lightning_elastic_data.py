@@ -61,6 +61,8 @@ class Jobs(LocalSGD):
             for group, hyperparameters in zip(self.optimizers[0].param_groups, groups, strict=True):
                 group.update(hyperparameters)
         self._change()
+        if self.first in self.handed:
+            self.data.skip_ended_epochs()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if not self.first:  # another job comes before this step: its learning rates are those of it
@@ -145,14 +147,15 @@ def job(
 def jobs(
     directory: Path, **kwargs: Any
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]], dict[str, Any], dict[int, dict[str, Any]]]:
-    """Trains job a all the time; job a again as if it came after each of some steps; and job c after step 8.
+    """Trains job a all the time; job a again as if it came after each of some steps; and job c when it comes.
 
     The last that are returned resume from the checkpoints of job a.
     """
     handed: dict[int, Any] = {}
     whole = job(directory, "a", 0, handed, **kwargs)
     later = {first: job(directory, "a", first, handed, **kwargs) for first in (5, 10, whole["steps"] - 1)}
-    of_c = job(directory, "c", 8, handed, **kwargs)
+    comes = next(step for step, names in kwargs.get("members", MEMBERS).items() if "c" in names)
+    of_c = job(directory, "c", comes, handed, **kwargs)
     saved = {int(path.stem.split("step=")[1]): path for path in (directory / "a0").glob("*.ckpt")}
     resumed = {
         step: job(directory / "r", "a", step, {}, ckpt_path=path, **kwargs)
@@ -226,13 +229,14 @@ def test_a_job_resumes_within_an_epoch_that_was_divided_before(variant: str, tra
 
 
 def test_an_epoch_ends_when_new_members_cannot_divide_the_rest(trained: Outcomes) -> None:
-    whole, *_ = trained["nothing left"][0]
+    whole, _, of_c, _ = trained["nothing left"][0]
     expected = seen(Data(SAMPLES, 4, drop_last=True), NONE_LEFT, EPOCHS)["a"]
     assert sum(epoch == 0 for epoch, _ in expected) == 7
     assert whole["seen"] == [batch for _, batch in expected]
     ends = [hook for hook in whole["hooks"] if hook[0] == "epoch's end"]
     assert ends[0] == ("epoch's end", 0, 7, 7, True)
     assert sum(hook[:3] == ("validation", 0, 7) for hook in whole["hooks"]) == 1
+    assert of_c["hooks"] == [hook for hook in whole["hooks"] if hook[1] > 0], "who comes then begins with the next one"
 
 
 def test_validation_comes_at_the_end_of_the_data_also_of_an_epoch_that_has_become_short(trained: Outcomes) -> None:

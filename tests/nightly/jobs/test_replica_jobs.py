@@ -191,8 +191,8 @@ def test_replicas_resume_from_the_same_step_bit_for_bit() -> None:
         assert_raised(refused, "ValueError", f"of rank {rank} of 3, and there are 1", "lighthouse")
 
 
-def train_in_fabric(rank: int, directory: Path) -> list[tuple[int, list[int], float]]:
-    """Returns by step the epoch, the batch and the learning rate, which decays in each step that ends a round."""
+def train_in_fabric(rank: int, size: int, directory: Path) -> list[tuple[int, list[int], float]]:
+    """Returns by step the epoch, the batch and the learning rate, which decays with steps, and between epochs."""
     if rank == 1:
         wait_for(directory / "going on")
     strategy = LocalSGDFabricStrategy(period=2, partition="defdp", timeout_s=TIMEOUT_S)
@@ -206,7 +206,7 @@ def train_in_fabric(rank: int, directory: Path) -> list[tuple[int, list[int], fl
     sync.hand_over(scheduler=scheduler)
     if rank == 1:
         (directory / "alive").touch()  # so the others wait for it in their next round
-    loader = strategy.prepare_train_loader(DataLoader(range(60), 4, shuffle=True))
+    loader = strategy.prepare_train_loader(DataLoader(range(size), 4, shuffle=True))
     steps: list[tuple[int, list[int], float]] = []
     for epoch in range(loader.epoch, 2):
         for batch in loader:
@@ -218,16 +218,19 @@ def train_in_fabric(rank: int, directory: Path) -> list[tuple[int, list[int], fl
             loss(model, len(steps), rank).backward()
             optimizer.step()
             scheduler.step()
+        assert epoch in {of for of, *_ in steps}, "it is not empty"
+        scheduler.step()
     sync.end()
     sync.detach()
     return steps
 
 
-def test_one_that_comes_in_fabric_has_the_others_place_and_learning_rate(tmp_path: Path) -> None:
-    of_0, of_1 = launch_replicas(train_in_fabric, 2, tmp_path, num_replicas=1)
+@pytest.mark.parametrize("size", [60, 32], ids=["within an epoch", "at the end of one"])
+def test_one_that_comes_in_fabric_has_the_others_place_and_learning_rate(size: int, tmp_path: Path) -> None:
+    of_0, of_1 = launch_replicas(train_in_fabric, 2, size, tmp_path, num_replicas=1)
     came = len(of_0) - len(of_1)
     assert came > WAITS
-    expected = seen(Data(60, 4), {0: "0", came: "01"}, 2)
+    expected = seen(Data(size, 4), {0: "0", came: "01"}, 2)
     for number, steps in (("0", of_0), ("1", of_1)):
         assert [(epoch, batch) for epoch, batch, _ in steps] == expected[number]
     assert [rate for *_, rate in of_1] == [rate for *_, rate in of_0[came:]]

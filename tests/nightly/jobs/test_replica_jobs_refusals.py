@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_pipesync.core import extras
 from lightning_pipesync.core.faults.lighthouse import Lighthouse, Quorum, Standing
 from tests.support.harness import assert_raised, free_port, on_ranks, raised
 from tests.support.models import OPTIMIZERS, loss, seeded_mlp
-from tests.support.replica_jobs import TIMEOUT_S, become_replica, launch_replicas, lighthouse, wait_for
+from tests.support.replica_jobs import TIMEOUT_S, become_replica, launch_replicas, lighthouse, logged, wait_for
 
 THERE = "host0:29510"
 
@@ -143,8 +142,7 @@ def come_with_too_much_force(replica: int, folder: Path) -> tuple[list[str], lis
         wait_for(folder / "0")
     weight = nn.Parameter(torch.tensor([1.0]))
     settings: dict[str, Any] = {"outer_optimizer": "elastic", "elastic_force": 0.8, "timeout_s": TIMEOUT_S}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with logged() as said:
         sync = LocalSGD(nn.ParameterList([weight]), SGD([weight], lr=0.0), period=1, **settings)
         (folder / str(replica)).touch()
         sync.join()
@@ -160,7 +158,7 @@ def come_with_too_much_force(replica: int, folder: Path) -> tuple[list[str], lis
             centers.append(weight.item())
             sync.resume()
     sync.detach()
-    return [str(one.message) for one in said], centers
+    return said, centers
 
 
 def test_the_force_is_never_too_large_for_those_who_have_come(tmp_path: Path) -> None:

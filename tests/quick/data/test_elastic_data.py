@@ -36,14 +36,19 @@ class Replica:
     def __init__(
         self, loader: DataLoader[Any], place: tuple[int, int], position: list[dict[str, Any]] | None, early: bool
     ) -> None:
-        self.data = TrainingData(LocalSGDConfig(partition="defdp"), cast("Transport", Members(place)))
+        members = Members(place if position is None else (0, 9))
+        self.data = TrainingData(LocalSGDConfig(partition="defdp"), cast("Transport", members))
         self.data.elastic = True
-        if position is not None and early:
+        if position is None or not early:
+            self.loader = self.data.prepare(loader, seed=7, to_device=numbers)
+        if position is not None:
             self.data.go_to(position)
-        self.loader = self.data.prepare(loader, seed=7, to_device=numbers)
-        if position is not None and not early:
-            self.data.go_to(position)
+            self.divide(place)
+            self.data.skip_ended_epochs()
+            if early:
+                self.loader = self.data.prepare(loader, seed=7, to_device=numbers)
         self.seen: list[tuple[int, list[int]]] = []
+        self.resumes = position is None  # perhaps to the end of an epoch, of which nothing is left
         self._steps = self._train()
 
     def divide(self, place: tuple[int, int]) -> None:
@@ -55,10 +60,12 @@ class Replica:
 
     def _train(self) -> Iterator[bool]:
         for epoch in range(self.loader.epoch, EPOCHS):
+            before = len(self.seen)
             for batch in self.loader:
                 assert self.loader.epoch == epoch
                 self.seen.append((epoch, batch))
                 yield True
+            assert self.resumes or len(self.seen) > before, f"no batch in epoch {epoch}"
 
 
 def run(
@@ -105,6 +112,14 @@ AT_THE_END: dict[int, Sequence[str]] = {0: "abc", 9: "ab", 22: "abc"}
 def test_what_is_left_of_an_epoch_is_divided_among_those_that_are_there(
     members: dict[int, Sequence[str]], data: Data, early: bool
 ) -> None:
+    assert run(data, members, plain, early) == seen(data, members, EPOCHS)
+
+
+@pytest.mark.parametrize("comes", [8, 9, 10])
+@pytest.mark.parametrize("early", [True, False])
+def test_one_that_comes_at_the_end_of_an_epoch_begins_with_the_next(comes: int, early: bool) -> None:
+    """Also after 9 steps, where two cannot make whole batches of the rest; after 8 they can."""
+    data, members = Data(40, 4, drop_last=True), {0: "a", comes: "ab"}
     assert run(data, members, plain, early) == seen(data, members, EPOCHS)
 
 
@@ -209,6 +224,27 @@ def test_a_replica_that_is_behind_goes_to_the_others(ahead: int) -> None:
         assert first.step()
         next(following)
         assert second.data.position() == first.data.position()
+
+
+def test_one_that_leaves_at_the_end_of_an_epoch_ends_before_the_next() -> None:
+    """So its loop does what follows an epoch, and a resumed run has no epoch of no batches."""
+    job, ended = Replica(plain(Data(12, 4)), (0, 1), None, early=True), []
+
+    def end_if_left() -> None:
+        if len(job.seen) == 3:
+            raise SystemExit
+
+    def train() -> None:
+        for epoch in range(EPOCHS):
+            for batch in job.loader:
+                job.seen.append((epoch, batch))
+            ended.append(epoch)
+
+    job.data.between_batches = end_if_left
+    with pytest.raises(SystemExit):
+        train()
+    assert ended == [0]
+    assert job.loader.state_dict().items() >= {"epoch": 1, "num_batches": 0, "offset": 0}.items()
 
 
 def test_another_replicas_data_must_be_the_same() -> None:

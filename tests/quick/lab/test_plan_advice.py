@@ -76,12 +76,26 @@ def test_nothing_is_advised_that_is_not_ahead_of_measured_ddp(
     assert (verdict.exact, verdict.other) == (exact, other)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ([0.176, 0.176, 0.21], "takes 176 ms, 12% less, but not in every round."),
+        ([0.199, 0.199, 0.199], "takes 199 ms, not 2% less."),
+        ([0.21, 0.21, 0.21], "takes 210 ms."),
+    ],
+)
+def test_why_the_best_beside_ddp_is_not_advised(seconds: list[float], said: str) -> None:
+    verdict = verdict_of(ALL, outcomes([(DDP, [0.2] * 3), (DEAR, seconds)]), computation=0.1)
+    assert verdict.sentences[1].endswith(said)
+
+
 @pytest.mark.parametrize(("error", "exact"), [(0.05, DEAR.method), (0.11, "ddp")])
 def test_a_prediction_counts_if_its_error_is_smaller_than_its_gain(error: float, exact: str) -> None:
     verdict = verdict_of([DDP, replace(DEAR, error=error)], {}, computation=0.1)
     assert verdict.exact is not None
     assert verdict.exact.method == exact
     assert verdict.sentences[0].startswith("Nothing is surely ahead of DDP") == (exact == "ddp")
+    assert verdict.sentences[-1].endswith("50% less, but costs may be off by more.") == (exact == "ddp")
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -123,13 +137,15 @@ def test_what_failed_or_was_refused_is_said_in_full_and_nothing_is_advised() -> 
     found = predict(WORK, at)
     dear = next(one for one in found if one.method == "dear")
     names = [f"local_sgd:period={period},fragments=4" for period in (4, 8)]
-    refused = replace(WORK, refused=dict.fromkeys(names, "fragments=4 is more than the 2 layers."))
+    reasons = {**dict.fromkeys(names, "fragments=4 is more than the 2 layers."), "ea_pipe": "there are no layers."}
+    refused = replace(WORK, refused=reasons)
     of_ddp = [(one, f"AttributeError: {reason}") for one in found if one.method == "ddp"]
     text = report(outcomes([*of_ddp, (dear, [0.1])]), at, refused)
     said = " ".join(text.split())
     assert said.startswith("No advice: DDP could not be run")
     assert said.count(reason.strip()) == 2, "in the verdict, and once for both rows of DDP"
     assert said.count("local_sgd with fragments=4 cannot be used: fragments=4 is more than the 2 layers.") == 1
+    assert " ea_pipe cannot be used: there are no layers." in said
     assert "Trainer(" not in text
 
 
@@ -177,14 +193,28 @@ def test_the_picture(tmp_path: Path) -> None:
 # --- hosts and links --------------------------------------------------------------------------------------------------
 
 
+def works(*seconds: float) -> list[Work]:
+    return [Work(replace(PROFILE, forward=of_rank, backward=0.0, update=0.0)) for of_rank in seconds]
+
+
 @pytest.mark.parametrize(
     ("own", "usual", "step", "named"),
     [(0.005, 0.004, 0.005, 0), (0.2, 0.1, 0.25, 1), (0.024, 0.02, 0.4, 0), (0.12, 0.1, 1.0, 0), (0.02, 0.01, 0.02, 1)],
 )
 def test_a_rank_is_slow_if_it_matters(own: float, usual: float, step: float, named: int) -> None:
     """Some milliseconds are noise, and a small part of a step is not worth a word."""
-    works = [Work(replace(PROFILE, forward=seconds, backward=0.0, update=0.0)) for seconds in (usual, usual, own)]
-    assert len(slow_ranks(works, list("abc"), step)) == named
+    assert len(slow_ranks(works(usual, usual, own), [facts(rank) for rank in range(3)], step)) == named
+
+
+def test_a_slow_rank_is_named_and_hosts_that_are_emulated_share_their_cores() -> None:
+    everyones, takes = works(0.1, 0.1, 0.2), "its computation takes 200 ms, and that of most 100 ms"
+    (named,) = slow_ranks(everyones, [facts(rank) for rank in range(3)], 0.25)
+    assert named.startswith(f"rank 2 (node2, 10.0.0.2): {takes}")
+    assert "Look for other processes there" in named
+    (named,) = slow_ranks(everyones, [facts(rank, host="laptop", cores=2) for rank in range(3)], 0.25)
+    assert named.startswith(f"rank 2 (laptop, 10.0.0.2): {takes}")
+    assert "These hosts are emulated, and share the 2 cores of laptop" in named
+    assert "Look for" not in named
 
 
 @pytest.mark.parametrize("world_size", [2, 5, 8])
