@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from furo.navigation import get_navigation_tree
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -33,10 +34,12 @@ project = "lightning-pipesync"
 author = "the authors of lightning-pipesync"
 release = version = lightning_pipesync.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "examples/README.md", "integrations/**.md", "README.md", "C*.md"]
-exclude_patterns = [".*", "outputs", "build", "dist", "**/__pycache__"]
+# integrations/lightning is for Lightning's own documentation.
+exclude_patterns = [".*", "outputs", "build", "dist", "**/__pycache__", "integrations/lightning"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 6
 default_role = "code"
 
@@ -136,6 +139,12 @@ def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
     lines[:] = GoogleDocstring(lines, Config(napoleon_use_ivar=True), app, what, name, obj, options).lines()
 
 
+def show_section(app: Sphinx, page: str, template: str, context: dict[str, Any], *rest: Any) -> None:
+    """Shows in the sidebar the pages below the current section only: the theme would show those of all."""
+    tree = context["toctree"](collapse=True, titles_only=True, maxdepth=-1, includehidden=True)
+    context["furo_navigation_tree"] = get_navigation_tree(tree)
+
+
 def link_by_class_name(app: Sphinx, env: BuildEnvironment, node: Any, content: nodes.Element) -> nodes.Element | None:
     """Resolves a reference to a class of another module, if the API pages have one class of this name."""
     classes = {name: entry for name, entry in env.domains.python_domain.objects.items() if entry.objtype == "class"}
@@ -149,6 +158,7 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", link_files, priority=100)  # before Sphinx copies the files that are linked to
     app.connect("html-collect-pages", source_pages)
     app.connect("missing-reference", link_by_class_name)
+    app.connect("html-page-context", show_section, priority=600)  # after the theme's own
     app.connect("autodoc-process-signature", hide_signature)
     app.connect("autodoc-skip-member", hide_methods_of_settings)
     app.connect("autodoc-process-docstring", format_docstring)
