@@ -9,18 +9,23 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from furo.navigation import get_navigation_tree
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.util.inspect import stringify_signature
 from sphinx.util.nodes import make_refnode
 
 import lightning_pipesync
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.training.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
 #: Where the repository is, such as https://github.com/OWNER/lightning-pipesync. If unknown, the site shows its files.
@@ -33,18 +38,19 @@ project = "lightning-pipesync"
 author = "the authors of lightning-pipesync"
 release = version = lightning_pipesync.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "examples/README.md", "integrations/**.md", "README.md", "C*.md"]
-exclude_patterns = [".*", "outputs", "build", "dist", "**/__pycache__"]
+# integrations/lightning is for Lightning's own documentation.
+exclude_patterns = [".*", "outputs", "build", "dist", "**/__pycache__", "integrations/lightning"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 6
 default_role = "code"
 
 autodoc_default_options = {
-    "members": True,
     "member-order": "bysource",
-    # The same for each method, or in the tables of its page.
-    "exclude-members": "config_type, lab, metric_infos, shown_metrics",
+    # The same for each method, in the tables of its page, or for frameworks.
+    "exclude-members": "config_type, lab, metric_infos, shown_metrics, for_trainer, set_by_trainer, compares_steps",
 }
 #: Types of settings that are shown by name.
 autodoc_type_aliases = {name: name for name in ("MiB", "MiBRange", "Seconds", "Injection", "Compression")}
@@ -108,9 +114,18 @@ def _source_page(path: Path, body: str) -> tuple[str, dict[str, Any], str]:
     return f"source/{name}", {"title": name, "body": f"<h1>{name}</h1>{body}"}, "page.html"
 
 
-def hide_signature(app: Sphinx, what: str, name: str, obj: Any, *rest: Any) -> tuple[str, None] | None:
-    """Leaves out the signature of a dataclass: its fields follow, with types, defaults and docs."""
-    return ("", None) if what == "class" and is_dataclass(obj) else None
+def signature_of_class(app: Sphinx, what: str, name: str, obj: Any, *rest: Any) -> tuple[str, None] | None:
+    """Returns the signature of a method with its settings, and none of a dataclass: its fields follow, with docs."""
+    if what != "class":
+        return None
+    if is_dataclass(obj):
+        return "", None
+    config = getattr(obj, "config_type", None) if issubclass(obj, Method) else None
+    if config is None:
+        return None
+    given = [one for one in inspect.signature(obj).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    settings = [Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default) for field in fields(config)]
+    return stringify_signature(Signature([*given, *settings]), show_annotation=False), None
 
 
 def hide_methods_of_settings(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
@@ -127,13 +142,19 @@ def format_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
     if what == "class" and not lines:
         lines += (inspect.getdoc(obj) or "").splitlines()
     if what == "class" and name.endswith("Strategy") and "Args:" in lines:  # the page has them already
-        layout = "FabricLayout" if name.endswith("FabricStrategy") else "ReplicaLayout"
-        lines[lines.index("Args:") :] = [
-            f"The arguments are the settings above, and those of DDPStrategy and :class:`{layout}`.",
-        ]
+        config, layout = METHODS[obj.name].config_type, getattr(obj, "layout_type", None)
+        further = "DDPStrategy" if layout is None else f"DDPStrategy and :class:`{layout.__name__}`"
+        arguments = f"Settings are in :class:`{config.__name__}`; the other arguments are those of {further}."
+        lines[lines.index("Args:") :] = [arguments]
     if what in ("attribute", "data", "property"):
         what = "object"
     lines[:] = GoogleDocstring(lines, Config(napoleon_use_ivar=True), app, what, name, obj, options).lines()
+
+
+def show_section(app: Sphinx, page: str, template: str, context: dict[str, Any], *rest: Any) -> None:
+    """Shows in the sidebar the pages below the current section only: the theme would show those of all."""
+    tree = context["toctree"](collapse=True, titles_only=True, maxdepth=-1, includehidden=True)
+    context["furo_navigation_tree"] = get_navigation_tree(tree)
 
 
 def link_by_class_name(app: Sphinx, env: BuildEnvironment, node: Any, content: nodes.Element) -> nodes.Element | None:
@@ -149,6 +170,7 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", link_files, priority=100)  # before Sphinx copies the files that are linked to
     app.connect("html-collect-pages", source_pages)
     app.connect("missing-reference", link_by_class_name)
-    app.connect("autodoc-process-signature", hide_signature)
+    app.connect("html-page-context", show_section, priority=600)  # after the theme's own
+    app.connect("autodoc-process-signature", signature_of_class)
     app.connect("autodoc-skip-member", hide_methods_of_settings)
     app.connect("autodoc-process-docstring", format_docstring)

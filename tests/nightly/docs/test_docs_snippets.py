@@ -37,6 +37,20 @@ class Run:
 
 
 SELSYNC = "from lightning_pipesync import SelSync\nsync = SelSync(model, optimizer)\nx, y = next(iter(loader))"
+#: What transformers' Trainer needs, and a training with it.
+TRANSFORMERS = Run(
+    "from torch import nn\n"
+    "from transformers import TrainingArguments\n"
+    "class ForTransformers(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.net = Net()\n"
+    "    def forward(self, x, labels):\n"
+    "        return {'loss': loss_function(self.net(x), labels)}\n"
+    "model, data = ForTransformers(), [{'x': x, 'labels': y} for x, y in dataset]\n"
+    "args = TrainingArguments(folder, max_steps=2, use_cpu=True, report_to=[], save_strategy='no')",
+    "trainer.train()",
+)
 #: A lighthouse for a replica that is a job of its own.
 LIGHTHOUSE = """
 import os
@@ -50,20 +64,9 @@ scheduler, epochs = StepLR(optimizer, 1), 2
 RUNS = {
     ("README", "from lightning_pipesync import DeAR"): Run(after="sync.detach()"),
     ("accelerate", "train_loader.set_epoch"): Run(continues=True),
-    ("accelerate", "from transformers import Trainer"): Run(
-        "from torch import nn\n"
-        "from transformers import TrainingArguments\n"
-        "class ForTransformers(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.net = Net()\n"
-        "    def forward(self, x, labels):\n"
-        "        return {'loss': loss_function(self.net(x), labels)}\n"
-        "model, data = ForTransformers(), [{'x': x, 'labels': y} for x, y in dataset]\n"
-        "args = TrainingArguments(folder, max_steps=2, use_cpu=True, report_to=[], save_strategy='no')",
-        "trainer.train()",
-    ),
-    ("diloco_across_sites", "import json"): Run("""import sys\nsys.argv = ["sites.py", '{"epochs": 1}']""", init=False),
+    ("accelerate", "from transformers import Trainer"): TRANSFORMERS,
+    ("diloco_across_sites", "import json"): Run("""import sys
+sys.argv = ["sites.py", '{"epochs": 1}']""", init=False),
     ("diloco_across_sites", "import torch.distributed as dist"): Run(
         "import torch\nfrom lightning_pipesync import LocalSGD\nsync = LocalSGD(model, optimizer)", "sync.detach()"
     ),
@@ -93,6 +96,7 @@ RUNS = {
         "from lightning.pytorch import Trainer",
         "Net.configure_optimizers = configure_optimizers\nTrainer(strategy='selsync').fit(Net(), loader)",
     ),
+    ("launching", "from lightning_pipesync import LocalSGD"): Run(after="sync.detach()"),
     ("launching", "import os"): Run("import os\nos.environ |= {'LOCAL_WORLD_SIZE': '1', 'GROUP_WORLD_SIZE': '2'}"),
     # A rank that ended at once would reset the connections that another still makes.
     ("netlab", "import torch\n"): Run(init=False, after="torch.distributed.barrier()"),
@@ -153,8 +157,12 @@ RUNS = {
         "sync = DeAR(model, optimizer)\nfor x, y in loader:\n    loss_function(model(x), y).backward()\n    break",
         "sync.detach()",
     ),
+    ("quick_start", "from lightning_pipesync import SelSync"): Run(after="sync.detach()"),
+    ("quick_start", "from transformers import Trainer"): TRANSFORMERS,
+    ("quick_start", "import os"): Run(
+        after="model, loader = for_plan()\nmodel.training_step(next(iter(loader)), 0).backward()"
+    ),
     ("replicas", "from lightning_pipesync import LocalSGD\n"): Run(LIGHTHOUSE, "server.shutdown()", init=False),
-    ("selsync", "from lightning_pipesync import LabelSkewedSampler"): Run(after="sync.flush()\nsync.detach()"),
 }
 IN_SESSION = "starts ranks from a session, as the tests of notebooks in tests/nightly/launch do"
 #: Those that cannot run here, with the reason.
