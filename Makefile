@@ -124,7 +124,7 @@ dist:
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -c docs . outputs/site
-	echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > outputs/site/index.html
+	echo '<meta http-equiv="refresh" content="0; url=README.html">' > outputs/site/index.html
 
 clean:
 	rm -rf .venv .venv-* dist outputs

@@ -39,10 +39,10 @@ author = "the authors of lightning-pipesync"
 release = version = lightning_pipesync.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
-root_doc = "docs/index"
+root_doc = "README"
 include_patterns = ["docs/**.md", "examples/README.md", "integrations/**.md", "README.md", "C*.md"]
 # integrations/lightning is for Lightning's own documentation.
-exclude_patterns = [".*", "outputs", "build", "dist", "**/__pycache__", "integrations/lightning"]
+exclude_patterns = [".*", "outputs", "build", "dist", "**/__pycache__", "integrations/lightning", "docs/navigation.md"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 6
 default_role = "code"
@@ -77,6 +77,12 @@ def source_files() -> dict[Path, list[Path]]:
         if path.suffix in LANGUAGES:
             folders.setdefault(path.parent, []).append(path)
     return folders
+
+
+def add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
+    """Adds the sidebar's links to the first page, the README, which shows none where the repository does."""
+    if page == root_doc:
+        source[0] += "\n" + (ROOT / "docs/navigation.md").read_text()
 
 
 def link_files(app: Sphinx, doctree: nodes.document) -> None:
@@ -167,6 +173,7 @@ def link_by_class_name(app: Sphinx, env: BuildEnvironment, node: Any, content: n
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_navigation)
     app.connect("doctree-read", link_files, priority=100)  # before Sphinx copies the files that are linked to
     app.connect("html-collect-pages", source_pages)
     app.connect("missing-reference", link_by_class_name)
