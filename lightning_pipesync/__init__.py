@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         StepReport,
         TraceCallback,
     )
+    from lightning_pipesync.transformers import PipeSyncTrainer
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,7 @@ __all__ = [
     "PipeSGDStrategy",
     "PipeSyncAccelerator",
     "PipeSyncPlugin",
+    "PipeSyncTrainer",
     "PlanCallback",
     "SelDPSampler",
     "SelSync",
@@ -100,6 +102,8 @@ if not TYPE_CHECKING:
             return import_module(f"{__name__}.{name}")
         if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
             extra, module = "accelerate", "accelerate"
+        elif name == "PipeSyncTrainer":
+            extra, module = "transformers", "transformers"
         elif name == "PlanCallback":
             extra, module = "lightning", "lab.plan.callback"
         elif name in ("StepReport", "TraceCallback") or name.endswith("Strategy"):

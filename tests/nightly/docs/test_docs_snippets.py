@@ -50,7 +50,7 @@ scheduler, epochs = StepLR(optimizer, 1), 2
 RUNS = {
     ("README", "from lightning_pipesync import DeAR"): Run(after="sync.detach()"),
     ("accelerate", "train_loader.set_epoch"): Run(continues=True),
-    ("accelerate", "from transformers import Trainer"): Run(
+    ("accelerate", "from lightning_pipesync import PipeSyncPlugin, PipeSyncTrainer"): Run(
         "from torch import nn\n"
         "from transformers import TrainingArguments\n"
         "class ForTransformers(nn.Module):\n"
