@@ -222,27 +222,25 @@ def _train_together(training: Training, seed: int, num_steps: int, evaluated: se
     """Trains with as many steps on each rank, and yields an evaluation after some of them; a collective call."""
     batches = islice(chain.from_iterable(repeat(training.loader(seed))), num_steps)
     scheduler = training.task.scheduler(training.candidate.optimizer, num_steps)
-    seconds, mib_not_of_steps = 0.0, training.mib_sent  # the first weights, and consolidations
+    seconds = 0.0
     dist.barrier()
     start = time.perf_counter()
     for steps, batch in enumerate(batches, start=1):
         training.step(batch)
         scheduler.step()
         if steps in evaluated:
-            own, mib = weights_of(training.module), training.mib_sent
+            own, mib, mib_beside = weights_of(training.module), training.mib_sent, training.mib_beside_steps
             dist.barrier()  # until the slowest rank has taken this step, too
             seconds += time.perf_counter() - start
             start = time.perf_counter()
             with training.consolidated() as module:
                 consolidation = time.perf_counter() - start
                 quality, spread = evaluate(training.task, module), spread_of(own, weights_of(module))
-            point = {"steps": steps, "seconds": seconds, "mib": mib - mib_not_of_steps, "quality": quality}
-            consolidation_mib = training.mib_sent - mib
-            mib_not_of_steps += consolidation_mib
+            point = {"steps": steps, "seconds": seconds, "mib": mib, "quality": quality}
             yield point | {
                 "spread": spread,
                 "consolidation_seconds": consolidation,
-                "consolidation_mib": consolidation_mib,
+                "consolidation_mib": training.mib_beside_steps - mib_beside,
             }
             dist.barrier()
             start = time.perf_counter()

@@ -151,12 +151,19 @@ class Training:
 
     @property
     def mib_sent(self) -> float:
-        """MiB that this rank has sent so far; of DDP, which does not count, the least of its all-reduces."""
+        """MiB that this rank has sent in steps so far; of DDP, which does not count, the least of its all-reduces."""
         if isinstance(self.candidate, MethodCandidate):
             return cast(float, self.candidate.sync.metrics()["mib_sent"])
         if mib_after := getattr(self.candidate, "mib_after", None):
             return cast(float, mib_after(self._num_steps))
         return (1 - (self.lssr or 0.0)) * least_mib(gradient_bytes(self.candidate.model) * self._num_steps)
+
+    @property
+    def mib_beside_steps(self) -> float:
+        """MiB that this rank has sent besides; of what is no method of this package, 0."""
+        if not isinstance(self.candidate, MethodCandidate):
+            return 0.0
+        return cast(float, self.candidate.sync.metrics()["mib_beside_steps"])
 
     @property
     def lssr(self) -> float | None:
@@ -190,7 +197,6 @@ class Training:
         scheduler = self.task.scheduler(self.candidate.optimizer, num_steps)
         ends = {1 + i * num_batches // evaluations: i for i in range(1, evaluations)}
         copies: dict[int, tuple[float, dict[str, Tensor]]] = {}
-        mib_before = self.mib_sent
         dist.barrier()
         start = time.perf_counter()
         for batch in chain.from_iterable(repeat(loader)):
@@ -204,10 +210,9 @@ class Training:
         with self.consolidated():
             if dist.get_rank() == 0:
                 copies[evaluations] = time.perf_counter() - start, _weights_of(self.module)
-        mib = self.mib_sent - mib_before
         for i, (seconds, module) in enumerate(self._on_all_ranks(copies), start=1):
             share = i / evaluations
-            yield {"steps": share * num_steps, "seconds": seconds, "mib": share * mib}, module
+            yield {"steps": share * num_steps, "seconds": seconds, "mib": share * self.mib_sent}, module
 
     def close(self) -> None:
         """Ends threads and process groups."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         StepReport,
         TraceCallback,
     )
+    from lightning_pipesync.transformers import PipeSyncTrainer
 
 __version__ = "0.2.0"
 
@@ -64,6 +65,7 @@ __all__ = [
     "PipeSGDStrategy",
     "PipeSyncAccelerator",
     "PipeSyncPlugin",
+    "PipeSyncTrainer",
     "PlanCallback",
     "SelDPSampler",
     "SelSync",
@@ -96,6 +98,8 @@ def _place_of(name: str) -> tuple[str, str] | None:
     """Returns the extra that a name needs, and the module that has it; None: it needs no extra, or is unknown."""
     if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
         return "accelerate", "accelerate"
+    if name == "PipeSyncTrainer":
+        return "transformers", "transformers"
     if name == "PlanCallback":
         return "lightning", "lab.plan.callback"
     if name in ("StepReport", "TraceCallback") or name.endswith("Strategy"):

@@ -88,9 +88,9 @@ assert main(["launch", "train.py"]) == 2
 """,
     "transformers": """
 from transformers import Trainer
-from lightning_pipesync.transformers import PipeSyncTrainerMixin
+from lightning_pipesync import PipeSyncTrainer
 
-class Mine(PipeSyncTrainerMixin, Trainer): ...
+assert issubclass(PipeSyncTrainer, Trainer)
 """,
     "ray": """
 from lightning_pipesync.ray import RayDeARStrategy

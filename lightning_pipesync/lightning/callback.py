@@ -17,7 +17,7 @@ from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.fabric.distribution import rank_zero_info
 from lightning_pipesync.lightning.private import logs_this_batch, num_batches_trained, saved_hyperparameters
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
-from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.method import NETWORK_METRICS, Method
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.registry import ADVISORS
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 else:
     _Base = object
+
+#: What a rank sends beside steps is said if it is more than this share of what it sends in them.
+WORTH_A_WORD = 0.05
 
 #: The hyperparameter under which loggers get a method and its settings.
 HYPERPARAMETER = "pipesync"
@@ -190,39 +193,36 @@ class FitSummary:
         assert method.transport is not None  # only virtual stages have none
         self._method, self._transport = method, method.transport
         self._num_steps, self._metrics = num_steps, method.metrics()
-        self._num_bytes, self._waited = self._count_traffic()
         self._began = perf_counter()
 
     def text(self, num_steps: int) -> str | None:
         """Returns the line, on rank 0; None on others, and if no step was taken. A collective call.
 
-        Bytes and waiting are means over the ranks. With NCCL, streams wait, which is not counted, so that the line says
-        nothing about waiting.
+        What is sent and waited is reduced over the ranks as in the metrics. With NCCL, streams wait, which is not
+        counted, so that the line says nothing about waiting.
 
         Args:
             num_steps: the number of optimizer steps now.
         """
         method, transport = self._method, self._transport
-        seconds, (num_bytes, waited) = perf_counter() - self._began, self._count_traffic()
-        counted = num_steps - self._num_steps, num_bytes - self._num_bytes, (waited - self._waited) / seconds
-        steps, sent, share = (fmean(values) for values in zip(*transport.job.gather_objects(counted), strict=True))
+        seconds, now = perf_counter() - self._began, method.metrics()
+        own = num_steps - self._num_steps, *(now[name] - self._metrics[name] for name in NETWORK_METRICS)
+        numbers, *of_ranks = zip(*transport.job.gather_objects(own), strict=True)
+        infos, steps = NETWORK_METRICS.values(), fmean(numbers)
+        sent, beside, waited = (info.reduce(values) for info, values in zip(infos, of_ranks, strict=True))
         if steps == 0 or transport.job.rank != 0:
             return None
         text = f"{type(method).__name__}: {method.summary(round(steps), self._metrics)}"
         if transport.job.world_size > 1 and method.counts_traffic:
             text += f"; each rank sent {_mib(sent)}"
             if method.ddp_bytes is not None:
-                text += f", where DDP sends at least {_mib(steps * method.ddp_bytes)}"
+                text += f", where DDP sends at least {_mib(steps * method.ddp_bytes / MIB)}"
+            if beside > WORTH_A_WORD * sent:
+                text += f"; besides, {_mib(beside)} to measure or consolidate"
             if transport.backend != "nccl":
-                text += f"; training waited for the network {share:.0%} of the time"
+                text += f"; training waited for the network {waited / seconds:.0%} of the time"
         return f"{text}."
 
-    def _count_traffic(self) -> tuple[int, float]:
-        """Returns bytes sent and seconds waited so far."""
-        traffic = self._transport.traffic
-        return traffic.total_bytes_sent, traffic.total_seconds_waited
 
-
-def _mib(num_bytes: float) -> str:
-    mib = num_bytes / MIB
+def _mib(mib: float) -> str:
     return f"{mib:.2g} MiB" if mib < 10 else f"{mib:,.0f} MiB"

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.torch_private import ddp_seconds_waited, time_steps
 from lightning_pipesync.core.trace import Trace, TraceRecorder, gather_traces, write_merged
+from lightning_pipesync.methods.method import network_metrics
 from lightning_pipesync.training.rank_times import RankTimes, report
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ DRIFT = 1.25
 
 #: A loss that varies by less than this share of itself is flat.
 FLAT = 1e-6
-
-#: Seconds waited and MiB sent where nobody counts them.
-NOTHING: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass
@@ -81,7 +78,9 @@ class StepReportMixin(ChecksOverrides, _Base):
         self._every, self._predictions = every_n_batches, [] if plan is None else _read_predictions(Path(plan))
         self._num_batches = 0
         self._window, self._first = _Window(), _Window()
-        self._began, self._before = 0.0, NOTHING  # of a batch: when, and what was counted by then
+        self._began = 0.0  # of a batch
+        self._waited: float | None = None  # before it
+        self._sent: float | None = None  # before the training
         self._times = RankTimes() if table else None
         self._warned: set[str] = set()
         self._told = 1.0  # how much slower than at the start this rank has said that it is
@@ -90,10 +89,11 @@ class StepReportMixin(ChecksOverrides, _Base):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             time_steps(trainer.strategy.model)
+        self._sent = _metric(trainer, "mib_sent")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._began, self._before = perf_counter(), _counted(trainer)
+        self._began, self._waited = perf_counter(), _seconds_waited(trainer)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -115,12 +115,11 @@ class StepReportMixin(ChecksOverrides, _Base):
         if self._num_batches <= WARM_UP:
             return
         window = self._window
-        seconds, counted = perf_counter() - self._began, _counted(trainer)
-        waited, mib_sent = map(_difference, counted, self._before)
+        seconds, waited = perf_counter() - self._began, _difference(_seconds_waited(trainer), self._waited)
         window.seconds.append(seconds)
         window.waited.append(waited or 0.0)
         if self._times is not None:
-            self._times.add(seconds, waited, mib_sent)
+            self._times.add(seconds, waited)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             window.losses.append(loss.detach())
@@ -132,12 +131,13 @@ class StepReportMixin(ChecksOverrides, _Base):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._times is not None:
+            self._times.mib_sent = _difference(_metric(trainer, "mib_sent"), self._sent)
             report(self._times)
 
     def _report(self, trainer: Trainer, window: _Window) -> None:
         seconds = fmean(window.seconds)
         metrics = {"step_report/seconds": seconds}
-        if _counted(trainer) != NOTHING:
+        if _seconds_waited(trainer) is not None:
             metrics["step_report/waited"] = fmean(window.waited) / seconds
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -242,15 +242,17 @@ def _say(text: str) -> None:
     warnings.warn(f"{socket.gethostname()}: {text}", stacklevel=3)
 
 
-def _counted(trainer: Trainer) -> tuple[float | None, float | None]:
-    """Returns the seconds that this rank has waited for others, and the MiB that it has sent; None: nobody counts."""
-    method = getattr(trainer.strategy, "method", None)
-    transport = getattr(method, "transport", None)
-    if transport is not None:
-        return transport.traffic.total_seconds_waited, transport.traffic.total_bytes_sent / MIB
-    if isinstance(trainer.strategy.model, DistributedDataParallel):  # it does not count bytes
-        return ddp_seconds_waited(trainer.strategy.model), None
-    return NOTHING
+def _seconds_waited(trainer: Trainer) -> float | None:
+    """Returns the seconds that this rank has waited for others; None: nobody counts."""
+    if isinstance(trainer.strategy.model, DistributedDataParallel):
+        return ddp_seconds_waited(trainer.strategy.model)
+    return _metric(trainer, "exposed_seconds")
+
+
+def _metric(trainer: Trainer, name: str) -> float | None:
+    """Returns what a method counts; None: it has no transport, or there is no method."""
+    transport = getattr(getattr(trainer.strategy, "method", None), "transport", None)
+    return None if transport is None else network_metrics(transport.traffic)[name]
 
 
 def _difference(now: float | None, before: float | None) -> float | None:

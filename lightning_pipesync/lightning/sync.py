@@ -126,7 +126,8 @@ class SyncStrategyMixin(JoiningMixin):
         check_same(method.transport, [("the callbacks that average weights", names)])
         for _, averaged in found:
             tensors = [*averaged.parameters(), *averaged.buffers()]  # copied before all ranks had rank 0's weights
-            exchange_fused(tensors, PIECE_MB, method.transport.broadcast)
+            with method.transport.traffic.beside_steps():
+                exchange_fused(tensors, PIECE_MB, method.transport.broadcast)
             method.follow(averaged)
 
     @override

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
@@ -49,10 +51,20 @@ class MetricInfo:
 #: Metrics of all methods.
 NETWORK_METRICS = MappingProxyType(
     {
-        "mib_sent": MetricInfo("payload that a rank has sent so far, all of the method's", "MiB", "max"),
+        "mib_sent": MetricInfo("payload that a rank has sent in steps so far", "MiB", "max"),
+        "mib_beside_steps": MetricInfo("payload that a rank has sent besides", "MiB", "max"),
         "exposed_seconds": MetricInfo("time that training has waited for communication so far", "s"),
     }
 )
+
+
+def network_metrics(traffic: Traffic) -> dict[str, float]:
+    """Returns the metrics of all methods, of this rank."""
+    return {
+        "mib_sent": traffic.total_bytes_sent / MIB,
+        "mib_beside_steps": traffic.bytes_beside / MIB,
+        "exposed_seconds": traffic.total_seconds_waited,
+    }
 
 
 def counted(number: float, noun: str) -> str:

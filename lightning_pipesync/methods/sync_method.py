@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import (
@@ -41,7 +41,7 @@ from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_g
 from lightning_pipesync.core.sharding import groups_of_shards, readers_of_model, replicas_of_model
 from lightning_pipesync.core.torch_private import is_dtensor, reshard, within_collectives
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
+from lightning_pipesync.methods.method import PIECE_MB, group_members, network_metrics, parameters_of
 from lightning_pipesync.methods.module_hook import hook_loading, modules_with
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import StepRecord, UserSteps
@@ -137,8 +137,9 @@ class SyncMethod(StepCalls):
             if self.config.num_jobs is None:
                 warn_of_one_rank(type(self).__name__, self.transport.world_size)
             _warn_of_sync_batch_norm(type(self).__name__, module, self.transport)
-            exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
-            check_copies(self.transport, named)
+            with self.transport.traffic.beside_steps():
+                exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
+                check_copies(self.transport, named)
             self._read_buffers = buffer_reader(module)
             self._broadcast_buffers()
             self.data = TrainingData(self.config, self.transport)
@@ -213,8 +214,7 @@ class SyncMethod(StepCalls):
 
     def metrics(self) -> dict[str, float]:
         """Returns MiB sent, seconds of exposed communication, and the method's further metrics, by name."""
-        traffic = self.transport.traffic
-        return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
+        return network_metrics(self.transport.traffic)
 
     @property
     def ddp_bytes(self) -> float | None:
@@ -340,9 +340,10 @@ class SyncMethod(StepCalls):
         if not self.same_weights:
             return
         noted, self._was_loaded = self._was_loaded, False
-        loaded = any(self.transport.exchange_flags(noted).wait())
-        if self.transport.shards is not None:
-            loaded = any(self.transport.shards.exchange_flags(loaded).wait())
+        with self.transport.traffic.beside_steps():
+            loaded = any(self.transport.exchange_flags(noted).wait())
+            if self.transport.shards is not None:
+                loaded = any(self.transport.shards.exchange_flags(loaded).wait())
         if loaded:
             with self.true_weights():
                 named = [(name, local_of(parameter)) for name, parameter in self._module.named_parameters()]
@@ -368,7 +369,8 @@ class SyncMethod(StepCalls):
         part = 0 if shards is None else shards.rank
         held = HeldWeights.of_this_process(transport.job.rank, named, part)
         try:
-            check_held(transport.job, held, among=transport, beside=shards)
+            with transport.traffic.beside_steps():
+                check_held(transport.job, held, among=transport, beside=shards)
         except DifferentWeightsError:
             self.weights_differ = True
             raise
@@ -376,10 +378,11 @@ class SyncMethod(StepCalls):
     def _broadcast_buffers(self) -> None:
         """Makes the buffers of all ranks rank 0's: also of those that hold a replica together, each with its own."""
         shards, shared = self.transport.shards, self._shared_tensors()
-        if shards is None or shards.rank == 0:
-            exchange_fused(shared, PIECE_MB, self.transport.broadcast)
-        if shards is not None:
-            exchange_fused(shared, PIECE_MB, shards.broadcast)
+        with self.transport.traffic.beside_steps():
+            if shards is None or shards.rank == 0:
+                exchange_fused(shared, PIECE_MB, self.transport.broadcast)
+            if shards is not None:
+                exchange_fused(shared, PIECE_MB, shards.broadcast)
 
     def _shared_tensors(self) -> list[Tensor]:
         """Returns the buffers, and what :meth:`flush` makes one rank's of the modules that :meth:`follow` was given."""

@@ -23,7 +23,7 @@ class RankTimes:
     Attributes:
         seconds: of all that was counted.
         waited: the seconds of these that it has waited for the network or other ranks; None: nobody has counted.
-        mib_sent: MiB that it has sent; None: nobody has counted.
+        mib_sent: MiB that it has sent in steps, all of them; None: nobody has counted.
         host: its host's name.
     """
 
@@ -36,11 +36,10 @@ class RankTimes:
     def computed(self) -> float:
         return self.seconds - (self.waited or 0.0)
 
-    def add(self, seconds: float, waited: float | None, mib_sent: float | None) -> None:
+    def add(self, seconds: float, waited: float | None) -> None:
         """Adds what a batch took."""
         self.seconds += seconds
         self.waited = None if waited is None else (self.waited or 0.0) + waited
-        self.mib_sent = None if mib_sent is None else (self.mib_sent or 0.0) + mib_sent
 
 
 class HasMetrics(Protocol):

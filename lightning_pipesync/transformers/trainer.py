@@ -1,4 +1,4 @@
-"""transformers' Trainer with a :class:`PipeSyncAccelerator`, by a mixin."""
+"""transformers' Trainer with a :class:`PipeSyncAccelerator`: a ready class, and a mixin for a Trainer class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from typing_extensions import override
 
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
@@ -61,9 +61,9 @@ class TrainersAccelerator(PipeSyncAccelerator):
 
 
 class PipeSyncTrainerMixin(ChecksOverrides, _Base):
-    """Mixin that precedes ``transformers.Trainer``, or a subclass of it, in the bases::
+    """Mixin that precedes a subclass of ``transformers.Trainer`` in the bases::
 
-        class MyTrainer(PipeSyncTrainerMixin, Trainer): ...
+        class MyTrainer(PipeSyncTrainerMixin, Seq2SeqTrainer): ...
 
         trainer = MyTrainer(model=model, args=args, train_dataset=data, pipesync=PipeSyncPlugin("dear"))
 
@@ -173,6 +173,16 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
     def _load_best_model(self) -> None:
         self.accelerator.consolidate()
         super()._load_best_model()
+
+
+class PipeSyncTrainer(PipeSyncTrainerMixin, Trainer):
+    """``transformers.Trainer`` with a method::
+
+        trainer = PipeSyncTrainer(model=model, args=args, train_dataset=data, pipesync=PipeSyncPlugin("dear"))
+
+    It takes the Trainer's arguments, and ``pipesync``; what it does, and its errors, are those of
+    :class:`PipeSyncTrainerMixin`, which a Trainer class of your own takes.
+    """
 
 
 class WaitingCallback(TrainerCallback):

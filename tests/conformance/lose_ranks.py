@@ -25,14 +25,14 @@ import torch.distributed.algorithms.ddp_comm_hooks
 import torch.distributed.optim
 from transformers import TrainerCallback, TrainingArguments
 
-from lightning_pipesync import PipeSyncPlugin
+from lightning_pipesync import PipeSyncPlugin, PipeSyncTrainer
 from tests.conformance.faults import AT_ONCE, HUNG_S, MEETINGS, NIGHTLY, QUICK, Fault, by_name
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.training import Checkpoint, Options
 from tests.support.harness import free_port
 from tests.support.lost_ranks import be_patient, wait_for
-from tests.support.transformers_models import OF_EIGHT_STEPS, PipeSyncTrainer, Sentences, bert
+from tests.support.transformers_models import OF_EIGHT_STEPS, Sentences, bert
 
 
 class Job:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -75,6 +79,19 @@ class Classifier(pl.LightningModule):
         """All parameters and floating-point buffers in one vector."""
         tensors = [value.detach().flatten() for value in self.state_dict().values() if value.is_floating_point()]
         return torch.cat(tensors).clone()
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """Collects what Lightning's logger of rank 0 lets through, to which "`Trainer.fit` stopped" goes, too."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    rank_zero.log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        rank_zero.log.removeHandler(handler)
 
 
 def regression(package: str, raises_at: int | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""A tiny BERT and a tiny Llama that need no download, their data, and a Trainer of transformers with a method."""
+"""A tiny BERT and a tiny Llama that need no download, their data, and what trains them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 
-from lightning_pipesync.transformers import PipeSyncTrainerMixin
 from tests.support.accelerate_runs import end
 
 #: Arguments of eight steps of two accumulated batches, with an evaluation and a checkpoint after each four.
@@ -48,10 +46,6 @@ class Sentences(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         words = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": int(words[0] > 15)}
-
-
-class PipeSyncTrainer(PipeSyncTrainerMixin, Trainer):
-    """As a user writes it."""
 
 
 def bert() -> BertForSequenceClassification:

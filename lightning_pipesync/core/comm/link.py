@@ -33,10 +33,11 @@ def measure_link(transport: Transport, codec: str | Codec = "none") -> LinkCost:
             handle.wait()
         return clock.seconds_between(begin, clock.now()) / count
 
-    measure(FIRST, 1)  # all ranks begin, and a network that lets bursts pass has none left
-    first = max(transport.gather_objects(measure(FIRST, 1)))
-    affordable = FIRST * SECONDS / (first * ROUNDS * IN_A_ROW)
-    large = 4 * round(max(FIRST / 4, min(LARGEST, affordable)) / 4)
-    sizes = [SMALL, large] * ROUNDS
-    seconds = [measure(size, IN_A_ROW) for size in sizes]
+    with transport.traffic.beside_steps():
+        measure(FIRST, 1)  # all ranks begin, and a network that lets bursts pass has none left
+        first = max(transport.gather_objects(measure(FIRST, 1)))
+        affordable = FIRST * SECONDS / (first * ROUNDS * IN_A_ROW)
+        large = 4 * round(max(FIRST / 4, min(LARGEST, affordable)) / 4)
+        sizes = [SMALL, large] * ROUNDS
+        seconds = [measure(size, IN_A_ROW) for size in sizes]
     return LinkCost.fit(sizes, seconds, transport.world_size, halves=1)

@@ -61,10 +61,14 @@ class _Sign(Enum):
 
 @dataclass(eq=False)
 class Letter:
-    """A message to several ranks, which is copied to the host and packed once."""
+    """A message to several ranks, which is copied to the host and packed once.
+
+    ``in_steps``: whether it counts as sent in steps.
+    """
 
     message: Any
     parcel: Parcel | None = None
+    in_steps: bool = True
 
 
 class Mail:
@@ -128,7 +132,7 @@ class Mail:
         if rank != self._rank:
             if letter.parcel is None:
                 letter.parcel = packed(letter.message, self._copies)
-            self._traffic.count("send", letter.parcel.nbytes)
+            self._traffic.count("send", letter.parcel.nbytes, letter.in_steps)
             self._post(rank, letter)
             return
         assert self._own is not None

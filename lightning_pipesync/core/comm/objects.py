@@ -82,7 +82,7 @@ class Objects:
         """Sends a state to rank ``dst``, which calls :meth:`receive_state`; blocks."""
         wire = _written(state)
         for message in (torch.tensor([wire.numel()]), wire):
-            self._traffic.count("send", message.nbytes)
+            self._traffic.count("send", message.nbytes, in_steps=False)
             with self._traffic.waiting("send"):
                 self._messages.wait_sent(self._messages.start_sending(message, dst), dst)
 

@@ -233,23 +233,25 @@ class Advisor(StepRecorder):
     def _spent(self) -> tuple[float, ...]:
         """Returns the seconds so far, and those of them that were waited; bytes that were sent, and operations."""
         traffic = self._transport.traffic
-        return perf_counter(), traffic.total_seconds_waited, traffic.total_bytes_sent, traffic.num_operations
+        num_bytes = traffic.total_bytes_sent + traffic.bytes_beside
+        return perf_counter(), traffic.total_seconds_waited, num_bytes, traffic.num_operations
 
 
 def measure_latency(transport: Transport) -> dict[str, float]:
     """Returns by codec the seconds of a small all-reduce; a collective call.
 
-    Nothing may be in flight. What is sent does not count in the method's metrics.
+    Nothing may be in flight. What is waited does not count in the method's metrics.
     """
     flat, found, traffic = torch.zeros(PROBE // 4), {}, transport.traffic
-    before = traffic.bytes_sent.copy(), dict(traffic.seconds_waited)
-    for codec in ("none", *CODECS):
-        all_reduce, moments = all_reduce_by(transport, codec), [perf_counter()]
-        for _ in range(1 + PROBES):
-            all_reduce(flat).wait()
-            moments.append(perf_counter())
-        found[codec] = median(end - begin for begin, end in pairwise(moments[1:]))
-    traffic.bytes_sent, traffic.seconds_waited = before
+    waited = dict(traffic.seconds_waited)
+    with traffic.beside_steps():
+        for codec in ("none", *CODECS):
+            all_reduce, moments = all_reduce_by(transport, codec), [perf_counter()]
+            for _ in range(1 + PROBES):
+                all_reduce(flat).wait()
+                moments.append(perf_counter())
+            found[codec] = median(end - begin for begin, end in pairwise(moments[1:]))
+    traffic.seconds_waited = waited
     return found
 
 

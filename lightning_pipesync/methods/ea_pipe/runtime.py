@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
@@ -35,7 +34,7 @@ from lightning_pipesync.methods.ea_pipe.split import ModelSplit, SequentialSplit
 from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, OptimizerFactory, Source
 from lightning_pipesync.methods.ea_pipe.traced import TracedSplit
 from lightning_pipesync.methods.ea_pipe.weights import mean_state
-from lightning_pipesync.methods.method import PIECE_MB, Method, counted
+from lightning_pipesync.methods.method import PIECE_MB, Method, counted, network_metrics
 from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
 
 #: The settings that determine the structure of a state.
@@ -111,10 +110,12 @@ class EAPipe(Method):
         self._stages: list[ModelStage] = []
         self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
+        self._traffic = Traffic()
         self._job: Objects | None = None
         self._line: Transport | None = None  # of this stage in several pipelines
         if virtual_stages is None:
             self.transport = make_transport(self._device, self.config, backend)
+            self._traffic = self.transport.traffic
             self.transport.end_other_waits()
             self._job, self._pipeline = self.transport.job, places_of(self.transport)
             self._line = self.transport if self.config.num_pipelines > 1 else None
@@ -203,8 +204,9 @@ class EAPipe(Method):
         with torch.inference_mode(False), torch.enable_grad():
             for stage in reversed(self._stages):
                 stage.finish_backward(step or self.step)
-            for stage in self._stages:
-                stage.finish()
+            with self._traffic.beside_steps():
+                for stage in self._stages:
+                    stage.finish()
         if not self.flushed and self._line is not None:
             part = rank_of(self._pipeline.rank, self.num_stages)
             self._compare_weights(self._split.tensors_of(part), part, self._line, self._pipeline)
@@ -219,8 +221,9 @@ class EAPipe(Method):
         self.flush()
         self._begin(source)
         output = None
-        for stage in self._stages:
-            output = stage.infer(source)
+        with self._traffic.beside_steps():
+            for stage in self._stages:
+                output = stage.infer(source)
         return output
 
     def gather(self) -> None:
@@ -230,11 +233,12 @@ class EAPipe(Method):
             return
         self._gathered = True
         broadcast_from = partial(_broadcast_by, self._pipeline)
-        for stage in range(self.num_stages):
-            broadcast = partial(broadcast_from, src=rank_of(stage, self.num_stages))
-            # Through .data, so that autograd's version counters do not count this as a write to the master.
-            exchange_fused([tensor.data for tensor in self._split.tensors_of(stage)], PIECE_MB, broadcast)
-        exchange_fused([tensor.data for tensor in self._others], PIECE_MB, broadcast_from)  # with the last stage
+        with self._traffic.beside_steps():
+            for stage in range(self.num_stages):
+                broadcast = partial(broadcast_from, src=rank_of(stage, self.num_stages))
+                # Through .data, so that autograd's version counters do not count this as a write to the master.
+                exchange_fused([tensor.data for tensor in self._split.tensors_of(stage)], PIECE_MB, broadcast)
+            exchange_fused([tensor.data for tensor in self._others], PIECE_MB, broadcast_from)  # with the last stage
         self._compare_weights(self._model.parameters(), 0, self._pipeline, self._line)
 
     @property
@@ -264,8 +268,7 @@ class EAPipe(Method):
 
         It does not count the steps of ``gpipe`` and ``1f1b``, in which PyTorch's schedules communicate.
         """
-        traffic = Traffic() if self.transport is None else self.transport.traffic
-        return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
+        return network_metrics(self._traffic)
 
     def summary(self, num_steps: int, before: Mapping[str, float]) -> str:
         count = self.config.num_pipelines
@@ -359,8 +362,9 @@ class EAPipe(Method):
         if self.transport is not None:
             check_same(self.transport.job, describe(self.config, parameters, self._model))
             tensors = [*self._model.parameters(), *self._model.buffers(), *self._others]
-            for collectives in dict.fromkeys([self.transport, self._pipeline]):  # along a line, and from it
-                exchange_fused(tensors, PIECE_MB, partial(_broadcast_by, collectives))
+            with self._traffic.beside_steps():
+                for collectives in dict.fromkeys([self.transport, self._pipeline]):  # along a line, and from it
+                    exchange_fused(tensors, PIECE_MB, partial(_broadcast_by, collectives))
 
     def _check_gradients(self) -> None:
         """Raises a RuntimeError if the loss depends on another stage's layer directly: its gradient would be lost."""
@@ -432,7 +436,8 @@ class EAPipe(Method):
         assert self._job is not None
         chosen = set(map(id, tensors))
         named = [(name, parameter) for name, parameter in self._model.named_parameters() if id(parameter) in chosen]
-        check_held(self._job, HeldWeights.of_this_process(self._job.rank, named, part), among, beside)
+        with self._traffic.beside_steps():
+            check_held(self._job, HeldWeights.of_this_process(self._job.rank, named, part), among, beside)
 
 
 def _broadcast_by(collectives: Collectives, flat: Tensor, src: int = 0) -> Handle[Tensor]:

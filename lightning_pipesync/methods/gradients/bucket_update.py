@@ -274,7 +274,9 @@ def gather_states(
     kinds = {entry for state in result.values() for entry in state.items() if isinstance(entry[1], torch.dtype)}
     for kind, dtype in sorted(kinds, key=str):  # in the same order on all ranks
         names = [name for name, state in result.items() if state.get(kind) is dtype]
-        for name, values in _gather(names, states, kind, dtype, slices, transport).items():
+        with transport.traffic.beside_steps():
+            gathered = _gather(names, states, kind, dtype, slices, transport)
+        for name, values in gathered.items():
             result[name][kind] = values
     for state in result.values():
         state.update({k: value.on(transport.device) for k, value in state.items() if isinstance(value, _Undivided)})

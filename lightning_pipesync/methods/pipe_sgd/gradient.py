@@ -263,8 +263,9 @@ class GradientInFlight:
         for view, member in zip(_views(buckets), self._layout.members, strict=True):
             if values is not None and member.name in values:
                 view.copy_(values[member.name])
-        for bucket in buckets:
-            self._transport.broadcast(bucket.gradients.flat).wait()
+        with self._transport.traffic.beside_steps():
+            for bucket in buckets:
+                self._transport.broadcast(bucket.gradients.flat).wait()
 
 
 def check_new_parameters(flags: Sequence[int], ranks: Sequence[int]) -> bool:

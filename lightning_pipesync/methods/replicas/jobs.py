@@ -200,7 +200,8 @@ class ElasticReplicaMethod(ReplicaMethod):
             whole = whole_state(rank, world_size, self.transport, numel, outer)
             return whole if rank == keeper else zeroed(numel, whole)
 
-        return replace(self.snapshot().with_outer_states(gathered), rank=0, world_size=1)
+        with self.transport.traffic.beside_steps():
+            return replace(self.snapshot().with_outer_states(gathered), rank=0, world_size=1)
 
     def regroup(self, line: Line, snapshot: Snapshot, first: int, new: Sequence[int]) -> None:
         """Continues from ``snapshot`` with the replicas of ``line``, on which it exchanges; a collective call of them.
@@ -219,7 +220,9 @@ class ElasticReplicaMethod(ReplicaMethod):
             self._waiting = list(new)
             if self._resumed is not None:
                 self.transport.gather_objects(self._resumed)
-        present = snapshot.with_outer_states(partial(resharded, snapshot.rank, snapshot.world_size, self.transport))
+        reshard = partial(resharded, snapshot.rank, snapshot.world_size, self.transport)
+        with self.transport.traffic.beside_steps():
+            present = snapshot.with_outer_states(reshard)
         # All have arrived: if one is lost before, the replicas stay as they are.
         self._close_replicas()
         self._replicas, self._place = self._new_replicas(), (line.rank, line.size)
@@ -381,7 +384,8 @@ class ElasticReplicaMethod(ReplicaMethod):
                 self.resume()
             self.synchronize()
             if any(replica.averages.diverged for replica in self._replicas):
-                self._rounds.end(self._average_for_good)
+                with self.transport.traffic.beside_steps():
+                    self._rounds.end(self._average_for_good)
                 self._non_trainable.keep_average()
                 self.flushed = False
             self._departure.notice.close()

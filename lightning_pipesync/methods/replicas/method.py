@@ -261,7 +261,8 @@ class ReplicaMethod(SyncMethod):
         if self.flushed:
             return
         self.synchronize()
-        self._together(self._consolidate)
+        with self.transport.traffic.beside_steps():
+            self._together(self._consolidate)
         self._compare_weights()
         for follower in self._followers:
             follower.keep_average()

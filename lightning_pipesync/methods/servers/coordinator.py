@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from lightning_pipesync.core.comm.mail import Letter
 from lightning_pipesync.core.held_weights import difference
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
@@ -192,9 +193,10 @@ class Coordinator:
                 if self._refuse_partial_reload(decision.released):
                     continue
                 self._same = set(decision.released)
+            letter = Letter(decision, in_steps=not decision.whole)
             for rank in self._followers:
                 if rank not in self._lost:
-                    self._send(rank, decision)
+                    self._send(rank, letter)
         version = self._sequencer.version
         if self._sequencer.in_grace and self._in_grace_after != version:
             self._in_grace_after = version
@@ -214,8 +216,9 @@ class Coordinator:
         of_ranks = [self._flushed[rank] for rank in sorted(self._flushed)]
         text = difference([flushed.held for flushed in of_ranks])
         buffers = next((flushed.buffers for flushed in of_ranks if flushed.buffers), [])
+        letter = Letter(Refused(text) if text else Answer("Flushed", buffers), in_steps=False)
         for rank in self._flushed:
-            self._send(rank, Refused(text) if text else Answer("Flushed", buffers))
+            self._send(rank, letter)
         self._flushed = {}
 
     def _refuse_partial_reload(self, ranks: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lightning_pipesync.core.comm.mail import Letter
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.servers.config import Roles
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
@@ -62,13 +63,15 @@ class MessageRouter:
     # --- requests and answers ---------------------------------------------------------------------------------------
 
     def request(self, request: Request) -> None:
+        letter = Letter(request, in_steps=request not in (Request.RETIRE, Request.RELOAD))
         for rank in self.coordinators:
-            self.send(rank, request)
+            self.send(rank, letter)
 
     def ask(self, message: Any, what: str, ranks: Sequence[int] = (COORDINATOR,)) -> list[Any]:
         """Sends a message to ranks; returns the value of each one's :class:`Answer`; ``what`` is theirs, in errors."""
+        letter = Letter(message, in_steps=isinstance(message, BatchRequest))
         for rank in ranks:
-            self.send(rank, message)
+            self.send(rank, letter)
         values = self._await(type(message).__name__, what, len(ranks))
         return [values[rank] for rank in ranks]
 
@@ -124,7 +127,7 @@ class MessageRouter:
             case PushArrived() | Request() | Flushed() | BatchRequest():
                 coordinator.deliver(rank, message)
             case StatesRequest(optimizer):
-                self.send(rank, Answer("StatesRequest", self._part(optimizer)))
+                self.send(rank, Letter(Answer("StatesRequest", self._part(optimizer)), in_steps=False))
             case PartialSums():
                 assert server is not None
                 server.add_sums(rank, message)

@@ -141,14 +141,17 @@ class Server:
 
     def _weights_for(self, rank: int, decision: Decision) -> WeightsMessage | Letter:
         """Returns the message to a released learner; nothing is sent twice."""
+        in_steps = not decision.whole
         has = self._fetched_last.get(rank)
         # Weights that were predicted from the same version are not predicted again.
         if has is not None and (has.version, bool(has.ahead)) == (self.version, bool(decision.ahead)):
-            return has
+            return Letter(has, in_steps=in_steps)
         newest = self._newest
         if newest is None or (newest.message.version, newest.message.ahead) != (self.version, decision.ahead):
             values = [shard.ahead(decision.ahead / self._num_optimizers) for shard in self._shards]
-            newest = self._newest = Letter(WeightsMessage(self.version, decision.ahead, values))
+            newest = self._newest = Letter(WeightsMessage(self.version, decision.ahead, values), in_steps=in_steps)
+        elif newest.in_steps != in_steps:
+            newest = self._newest = replace(newest, in_steps=in_steps)
         if self._keeps_fetched:
             self._fetched.setdefault(rank, {})[self.version, decision.ahead] = newest.message.values
         self._fetched_last[rank] = replace(newest.message, values=None)

@@ -64,9 +64,8 @@ scheduler, epochs = StepLR(optimizer, 1), 2
 RUNS = {
     ("README", "from lightning_pipesync import DeAR"): Run(after="sync.detach()"),
     ("accelerate", "train_loader.set_epoch"): Run(continues=True),
-    ("accelerate", "from transformers import Trainer"): TRANSFORMERS,
-    ("diloco_across_sites", "import json"): Run("""import sys
-sys.argv = ["sites.py", '{"epochs": 1}']""", init=False),
+    ("accelerate", "from lightning_pipesync import PipeSyncPlugin, PipeSyncTrainer"): TRANSFORMERS,
+    ("diloco_across_sites", "import json"): Run("import sys\nsys.argv = ['sites.py', '{\"epochs\": 1}']", init=False),
     ("diloco_across_sites", "import torch.distributed as dist"): Run(
         "import torch\nfrom lightning_pipesync import LocalSGD\nsync = LocalSGD(model, optimizer)", "sync.detach()"
     ),
@@ -158,7 +157,7 @@ sys.argv = ["sites.py", '{"epochs": 1}']""", init=False),
         "sync.detach()",
     ),
     ("quick_start", "from lightning_pipesync import SelSync"): Run(after="sync.detach()"),
-    ("quick_start", "from transformers import Trainer"): TRANSFORMERS,
+    ("quick_start", "from lightning_pipesync import PipeSyncPlugin, PipeSyncTrainer"): TRANSFORMERS,
     ("quick_start", "import os"): Run(
         after="model, loader = for_plan()\nmodel.training_step(next(iter(loader)), 0).backward()"
     ),

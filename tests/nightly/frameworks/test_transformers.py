@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipesync import PipeSyncPlugin
+from lightning_pipesync import PipeSyncPlugin, PipeSyncTrainer
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.transformers_models import PipeSyncTrainer, bert, train, weights_in
+from tests.support.transformers_models import bert, train, weights_in
 
 METHODS: dict[str, dict[str, Any]] = {
     "parameter_server": {"policy": "sync"},

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from lightning_pipesync import LocalSGD, PipeSyncAccelerator, PipeSyncPlugin
+from lightning_pipesync import LocalSGD, PipeSyncAccelerator, PipeSyncPlugin, PipeSyncTrainer
 from lightning_pipesync.core.comm.line import Line
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.replicas.membership import Membership
@@ -31,7 +31,7 @@ from tests.support.lost_ranks import die
 from tests.support.models import OPTIMIZERS, assert_same, loss, seeded_mlp
 from tests.support.replica_jobs import DILOCO, ROUND, TIMEOUT_S, launch_replicas, when_called
 from tests.support.shards import fresh_state, fsdp_plugin, whole
-from tests.support.transformers_models import OF_EIGHT_STEPS, PipeSyncTrainer, Words, llama
+from tests.support.transformers_models import OF_EIGHT_STEPS, Words, llama
 
 STEPS, PERIOD, SHARDS = 13, 3, 2
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from lightning_pipesync import PipeSyncPlugin
+from lightning_pipesync import PipeSyncPlugin, PipeSyncTrainer
 from tests.references.elastic_data import Data, seen
 from tests.support.harness import DIED
 from tests.support.replica_jobs import DIES, TIMEOUT_S, WAITS, dies_and_comes_back, launch_replicas
-from tests.support.transformers_models import OF_EIGHT_STEPS, PipeSyncTrainer, Sentences, bert, flat
+from tests.support.transformers_models import OF_EIGHT_STEPS, Sentences, bert, flat
 
 
 class Watched(TrainerCallback):

@@ -297,7 +297,7 @@ def test_half_a_gradient_is_not_used() -> None:
     """A gradient counts once all servers have it; so do its learner's later messages."""
     sent: list[tuple[int, Any]] = []
     sequencer = Sequencer(Policy(1, waits=False), range(3))
-    given = (lambda *message: sent.append(message), range(3), range(2))
+    given = (lambda rank, letter: sent.append((rank, letter.message)), range(3), range(2))
     coordinator = Coordinator(sequencer, *given, ParameterServerConfig(keep_log=True), num_reporting=1)
     whole, half, late = (Gradient(2, step, version=0) for step in (1, 2, 3))
     coordinator.deliver(1, PushArrived(whole))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer, TrainingArguments
 
-from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
+from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin, PipeSyncTrainer
 from tests.support.case_table import Outcomes
 from tests.support.shards import (
     RANKS,
@@ -41,7 +41,7 @@ from tests.support.shards import (
     sharded,
     whole,
 )
-from tests.support.transformers_models import OF_EIGHT_STEPS, PipeSyncTrainer, Words, llama
+from tests.support.transformers_models import OF_EIGHT_STEPS, Words, llama
 
 STEPS = 6
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.case_table import Outcomes, launch_cases
-from tests.support.lightning_models import regression
+from tests.support.lightning_models import regression, said
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAMES = ("dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync")
@@ -62,8 +64,11 @@ def fit(package: str, name: str, folder: Path) -> dict[str, Any]:
     logger = import_module(f"{package}.loggers").CSVLogger(folder)
     how = {"logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1, "max_epochs": 2}
     model, trainer = build(package, name, folder, 2, *callbacks, **how)
-    trainer.fit(model, loader(), loader())
+    with said() as lines:
+        trainer.fit(model, loader(), loader())
     return {
+        "lines": [line for line in lines if "each rank sent" in line],
+        "shown": {short: float(value) for short, value in trainer.progress_bar_metrics.items()},
         "saves": counts[0],
         "sampler": type(trainer.train_dataloader.sampler).__name__,
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items() if "/rank_" not in key},
@@ -101,8 +106,26 @@ def test_a_fit(package: str, name: str, trained: Outcomes, folder: Path) -> None
     best = torch.load(outcomes[0]["best"], weights_only=True)["state_dict"]
     if (package, name) not in AVERAGED:  # the last validation was the best, after which nothing was trained
         assert torch.equal(torch.cat([value.flatten() for value in best.values()]), outcomes[0]["weights"])
-    [rows] = (folder / f"{package} {name}").rglob("metrics.csv")
-    assert f"{name}/mib_sent" in rows.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(("package", "name"), CASES)
+def test_what_was_sent_is_one_number(package: str, name: str, trained: Outcomes, folder: Path) -> None:
+    """A logger, the progress bar and the line at the end leave out validations, checkpoints and measurements."""
+    outcome = trained[package, name][0]
+    sent, beside = (outcome["metrics"][f"{name}/{metric}"] for metric in ("mib_sent", "mib_beside_steps"))
+    [table] = (folder / f"{package} {name}").rglob("metrics.csv")
+    with table.open() as file:
+        logged = [float(row[f"{name}/mib_sent"]) for row in csv.DictReader(file) if row[f"{name}/mib_sent"]]
+    assert logged[-1] == pytest.approx(sent, rel=1e-6)
+    assert outcome["shown"].get("sent_MiB", sent) == sent
+    [line] = outcome["lines"]
+    told = re.search(r"each rank sent ([\d.e-]+) MiB", line)
+    assert told
+    assert float(told[1]) == pytest.approx(sent, rel=0.05)  # two digits
+    assert 0 < sent < 0.1
+    if name == "dear":  # it measures the network
+        assert beside > 1
+        assert "; besides, " in line
 
 
 def connect(package: str, name: str, folder: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Trainer
 
-from lightning_pipesync import PipeSyncPlugin
+from lightning_pipesync import PipeSyncPlugin, PipeSyncTrainer
 from tests.support.case_table import launch_cases
-from tests.support.transformers_models import PipeSyncTrainer, train, weights_in
+from tests.support.transformers_models import train, weights_in
 
 
 def test_dear_is_ddp(folder: Path) -> None:

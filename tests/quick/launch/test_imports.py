@@ -117,6 +117,7 @@ for name in ("SelSyncStrategy", "DeARStrategy", "StepReport", "PlanCallback"):
     said(f"{name} needs Lightning", "lightning", lambda: getattr(lightning_pipesync, name))
 for name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
     said(f"{name} needs Accelerate", "accelerate", lambda: getattr(lightning_pipesync, name))
+said("PipeSyncTrainer needs transformers, Accelerate", "transformers", lambda: lightning_pipesync.PipeSyncTrainer)
 for name, of, needed, extra in (
     *((name, "fabric", "Lightning", "lightning") for name in ("fabric", "lightning", "lightning.twin", "fabric.twin")),
     ("accelerate", "accelerate", "Accelerate", "accelerate"),
