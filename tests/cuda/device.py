@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.core.extras import is_installed
 from tests.conformance.cases import cases_of
 from tests.conformance.methods import Method
 from tests.conformance.training import Options
@@ -77,12 +76,6 @@ def on_device(options: Options, ranks: int) -> Options:
 def cases_on_device(framework: str, method: Method | None) -> list[str]:
     """Returns the names of the cases that are trained on the device; a rehearsal has one, as other tests have all."""
     return cases_of(framework, method)[: None if ON_GPU else 1]
-
-
-def installed(settings: dict[str, Any], method: str) -> dict[str, Any]:
-    """Returns the settings; without the package that DeAR's search needs, with buckets of the same size."""
-    searches = method == "dear" and not is_installed("bayes_opt")
-    return {"fusion": "buffer", **settings} if searches else settings
 
 
 def launch_on_device(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync import DeAR, SelSync
-from tests.cuda.device import DEVICE, ON_GPU, installed, launch_on_device, launch_over_nccl, skip_unless_over_nccl
+from tests.cuda.device import DEVICE, ON_GPU, launch_on_device, launch_over_nccl, skip_unless_over_nccl
 from tests.support.harness import DIED, kill_stopped_siblings
 
 TIMEOUT_S = 15
@@ -26,7 +26,7 @@ def train_until_lost(name: str, backend: str, number: int) -> tuple[str, float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = make(model, optimizer, backend=backend, timeout_s=TIMEOUT_S, **installed(settings, name))
+    sync = make(model, optimizer, backend=backend, timeout_s=TIMEOUT_S, **settings)
     began = time.monotonic()
     try:
         for step in range(1000):

@@ -17,7 +17,7 @@ from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.table import SAVED_EVERY, assert_equal, train_twice
 from tests.conformance.training import Checkpoint, Options, flat, network
-from tests.cuda.device import DEVICE, cases_on_device, installed, launch_on_device, needs_cuda, on_device
+from tests.cuda.device import DEVICE, cases_on_device, launch_on_device, needs_cuda, on_device
 from tests.references.collectives import DTYPES, SIZES, rank_order_sum, values
 from tests.support.case_table import Outcomes, launch_cases
 from tests.support.harness import raised
@@ -42,12 +42,10 @@ def by_method(name: str) -> Outcomes:
     for case in cases_on_device("plain", method):
         options = on_device(CASES[case], ranks=2)
         for kind, chosen in (("exact", method.exact), ("typical", method.typical[0])):
-            cases[kind, case] = partial(
-                train_twice, "plain", method, installed({**chosen, **GLOO}, name), options, method.pipeline
-            )
+            cases[kind, case] = partial(train_twice, "plain", method, {**chosen, **GLOO}, options, method.pipeline)
     with TemporaryDirectory() as directory:
         for index, chosen in enumerate(method.typical):
-            run = partial(train, "plain", method, installed({**chosen, **GLOO}, name), RESUMED)
+            run = partial(train, "plain", method, {**chosen, **GLOO}, RESUMED)
             saved, again = (Checkpoint(Path(directory) / f"{index}{which}", SAVED_EVERY) for which in ("", ", again"))
             cases["whole", index] = partial(run, save=saved)
             cases["resumed", index] = partial(run, save=again, resume=saved.first)

@@ -24,7 +24,7 @@ from tests.conformance.pipelines import VirtualPipelineLoop
 from tests.conformance.runners import train
 from tests.conformance.table import SAVED_EVERY, assert_equal, exact_settings
 from tests.conformance.training import Checkpoint, Options, Result
-from tests.cuda.device import cases_on_device, installed, launch_on_device, needs_cuda, on_device
+from tests.cuda.device import cases_on_device, launch_on_device, needs_cuda, on_device
 from tests.support.case_table import Outcomes, launch_cases
 
 #: The frameworks save the state of the device's random numbers, a plain loop does not.
@@ -39,7 +39,7 @@ class OneStageLoop(VirtualPipelineLoop):
 
 def on_one_rank(method: Method, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings; a pipeline has one stage."""
-    return {**settings, "split": ()} if method.pipeline else installed(settings, method.name)
+    return {**settings, "split": ()} if method.pipeline else settings
 
 
 def batches_of(seen: list[list[int]]) -> list[list[int]]:

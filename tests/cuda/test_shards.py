@@ -13,7 +13,7 @@ from tests.conformance.methods import METHODS
 from tests.conformance.shards import ShardedPlainLoop
 from tests.conformance.table import assert_equal
 from tests.conformance.training import Result
-from tests.cuda.device import installed, launch_with_both, on_device
+from tests.cuda.device import launch_with_both, on_device
 from tests.cuda.test_gloo import GLOO, by_ddp
 from tests.support.case_table import Outcomes, launch_cases
 
@@ -24,7 +24,7 @@ def train(name: str, exact: bool) -> Result:
     """NCCL carries what FSDP2 sends, in groups of one rank, and Gloo what the method does."""
     method = METHODS[name]
     settings = method.exact if exact else method.typical[method.sharded[0]]
-    return run_loop(ShardedPlainLoop, method, installed({**settings, **GLOO}, name), on_device(CASES["sgd"], ranks=2))
+    return run_loop(ShardedPlainLoop, method, {**settings, **GLOO}, on_device(CASES["sgd"], ranks=2))
 
 
 @cache

@@ -16,7 +16,6 @@ from tests.conformance.table import assert_equal
 from tests.cuda.device import (
     DEVICE,
     cases_on_device,
-    installed,
     launch_over_nccl,
     on_device,
     skip_unless_over_nccl,
@@ -50,9 +49,7 @@ def by_method(name: str) -> Outcomes:
     for case in cases_on_device("plain", method):
         options = on_device(CASES[case], ranks=2)
         for kind, settings in (("exact", method.exact), ("typical", method.typical[0])):
-            cases[kind, case] = partial(
-                train, "plain", method, installed({**settings, "backend": "nccl"}, name), options
-            )
+            cases[kind, case] = partial(train, "plain", method, {**settings, "backend": "nccl"}, options)
     return launch_cases(cases, 2, launch=launch_over_nccl)
 
 

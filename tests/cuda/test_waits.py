@@ -23,7 +23,6 @@ from tests.cuda.device import (
     DEVICE,
     ON_GPU,
     forget_peak,
-    installed,
     launch_on_device,
     launch_with_both,
     needs_cuda,
@@ -65,7 +64,6 @@ def waits_in_steps(name: str) -> int:
     make, settings, _ = WAITS[name]
     with patch.object(Collectives, "_alone", False):  # collectives of NCCL that one rank would leave out
         model = network()
-        settings = installed(settings, make.name)
         sync = make(model, torch.optim.SGD(model.parameters(), lr=0.01), backend=BACKEND, **settings)
         train(model, sync.step, WARM_UP)
         synchronize()
