@@ -354,7 +354,7 @@ def test_a_model_that_cannot_be_measured_has_no_plan(
         ),
         ("train_needs:for_plan", "ModuleNotFoundError: No module named 'trains'. Give MODULE:FUNCTION."),
         ("nets.trian:for_plan", "No module named 'nets.trian'. Did you mean 'nets.train'? Give MODULE:FUNCTION."),
-        ("transfomer", ", emulated-resnet50, emulated-bert-base, emulated-bert-large. Did you mean 'transformer'?"),
+        ("transfomer", "Did you mean 'transformer'?"),
     ],
 )
 def test_a_typo_in_the_model_is_told_before_anything_starts(
