@@ -28,7 +28,7 @@ DEMO_STEP := bench step --hosts 2 --rate 200mbit --model emulated-resnet50 --sca
     --methods ddp dear dear:compression=int4 --bucket_mb 0.5 --output outputs/demo_step
 
 demo: $(READY)
-	$(BIN)/python examples/slow_network.py examples/digits.py --output outputs/digits $(DEMO_ARGS)
+	$(BIN)/python examples/more/slow_network.py examples/more/digits.py --output outputs/digits $(DEMO_ARGS)
 	if $(BIN)/pipesync netlab --hosts 2 --rate 1gbit -- true; then $(BIN)/pipesync $(DEMO_STEP); fi
 
 # Hours: everything that the docs' tables and pictures show, job by job; what has been measured is left out.

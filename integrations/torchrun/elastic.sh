@@ -3,7 +3,7 @@
 #
 #     RDZV_ENDPOINT=machine0:29500 RDZV_ID=job7 ./elastic.sh train.py --option value
 #
-# Without a script it starts examples/resumable_digits.py. The script must resume from its last checkpoint, and all
+# Without a script it starts examples/more/resumable_digits.py. The script must resume from its last checkpoint, and all
 # machines must see the same folder of checkpoints.
 set -eu
 
@@ -18,7 +18,7 @@ if [ -n "$INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 if [ $# -eq 0 ]; then
-    set -- "$(dirname "$0")/../../examples/resumable_digits.py" --accelerator gpu
+    set -- "$(dirname "$0")/../../examples/more/resumable_digits.py" --accelerator gpu
 fi
 # Otherwise restarted processes find the addresses of dead ones, and cannot connect.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -4,7 +4,7 @@
 #     NODE_RANK=0 MASTER_ADDR=machine0 ./static.sh train.py --option value      on machine0
 #     NODE_RANK=1 MASTER_ADDR=machine0 ./static.sh train.py --option value      on machine1
 #
-# Without a script it starts examples/resumable_digits.py. If a process fails, all end; elastic.sh restarts them.
+# Without a script it starts examples/more/resumable_digits.py. If a process fails, all end; elastic.sh restarts them.
 set -eu
 
 : "${NODE_RANK:?set it to the number of this machine, from 0 to NNODES - 1}"
@@ -18,7 +18,7 @@ if [ -n "$INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 if [ $# -eq 0 ]; then
-    set -- "$(dirname "$0")/../../examples/resumable_digits.py" --accelerator gpu
+    set -- "$(dirname "$0")/../../examples/more/resumable_digits.py" --accelerator gpu
 fi
 exec torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"

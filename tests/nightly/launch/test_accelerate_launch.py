@@ -21,7 +21,7 @@ from tests.support.commands import environment as environment_with
 from tests.support.harness import free_port, launch
 
 CONFIGS = ROOT / "integrations" / "accelerate"
-DIGITS = [str(ROOT / "examples" / "accelerate_digits.py"), "--epochs", "1"]
+DIGITS = [str(ROOT / "examples" / "more" / "accelerate_methods.py"), "--epochs", "1"]
 PIPESYNC = [sys.executable, "-m", "lightning_pipesync", "launch"]
 
 # These set no optimizer's step off, and nobody reduces the gradients of a model whose optimizer is not prepared.

@@ -15,21 +15,39 @@ from pathlib import Path
 import pytest
 from torch import multiprocessing
 
-from tests.support.commands import ROOT
+from lightning_pipesync.core.extras import is_installed
+from tests.support.commands import ROOT, launched
 from tests.support.harness import launch
 
 EXAMPLES = ROOT / "examples"
 
 
-def run_here(command: list[str], is_rank: bool) -> subprocess.CompletedProcess[str]:
+#: Leaves 64 of scikit-learn's images.
+FEW_IMAGES = """
+from sklearn import datasets
+images, digits = datasets.load_digits(return_X_y=True)
+datasets.load_digits = lambda return_X_y: (images[:64], digits[:64])
+"""
+#: What the smallest examples say at their end, by script.
+SMALLEST = {
+    "lightning_digits.py": "DeAR: 10 steps",
+    "fabric_digits.py": "epoch 5: loss ",
+    "accelerate_digits.py": "epoch 5: loss ",
+    "plain_loop_digits.py": "epoch 5: loss ",
+    "transformers_digits.py": "10/10",
+}
+
+
+def run_here(command: list[str], is_rank: bool, prepare: str = "") -> subprocess.CompletedProcess[str]:
     """Runs a script in this process, as a rank or as the process that starts (forked) ranks."""
     os.environ["COLUMNS"] = "80"
+    exec(prepare, {})
     if not is_rank:
         for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
             del os.environ[name]
         multiprocessing.spawn = partial(multiprocessing.start_processes, start_method="fork")
     sys.argv = command
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, os.path.dirname(command[0]))
     status = 0
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         os.dup2(stdout.fileno(), 1)
@@ -65,9 +83,33 @@ def printed_by(num_ranks: int, script: str, *options: object, may_warn: bool = F
     return results[0].stdout
 
 
+@pytest.mark.parametrize("script", SMALLEST)
+def test_the_smallest(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = launch(run_here, 2, [str(EXAMPLES / script)], True, FEW_IMAGES, init=False)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert SMALLEST[script] in first.stdout + first.stderr
+    assert SMALLEST[script] not in second.stdout + second.stderr, "each process trains alone"
+
+
+@pytest.mark.skipif(not is_installed("torchft"), reason="torchft is not installed")
+def test_replicas(tmp_path: Path) -> None:
+    script = tmp_path / "few_images.py"
+    words = f"""
+import runpy, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+runpy.run_path({str(EXAMPLES / "replicas_digits.py")!r}, run_name="__main__")
+"""
+    script.write_text(FEW_IMAGES + words)
+    [status], output = launched(("pipesync", ["launch", "--replicas", "2", str(script)]), folder=tmp_path)
+    assert status == 0, output
+    for replica in range(2):
+        assert f"[replica {replica}] LocalSGD: 4 rounds in 40 steps" in output
+
+
 def test_digits(tmp_path: Path) -> None:
     output = tmp_path / "new" / "folder"
-    printed = printed_by(1, "digits.py", "--epochs", 2, "--output", output)
+    printed = printed_by(1, "more/digits.py", "--epochs", 2, "--output", output)
     results = json.loads((output / "results.json").read_text())["results"][0]
     for row in results["table"]:
         [line] = [line for line in printed.splitlines() if line.startswith(f"  {row['strategy']}  ")]
@@ -89,14 +131,14 @@ def test_digits(tmp_path: Path) -> None:
 
 def test_slow_network_by_delays(tmp_path: Path) -> None:
     options = ["--epochs", 1, "--strategies", "ddp", "selsync", "--output", tmp_path]
-    words = ["--rate", "100mbit", "--delays", EXAMPLES / "digits.py", *options]
-    assert "2 ranks, 100mbit, by delays" in printed_by(2, "slow_network.py", *words, may_warn=True)
+    words = ["--rate", "100mbit", "--delays", EXAMPLES / "more/digits.py", *options]
+    assert "2 ranks, 100mbit, by delays" in printed_by(2, "more/slow_network.py", *words, may_warn=True)
     ddp = json.loads((tmp_path / "results.json").read_text())["results"][0]["table"][0]
     assert ddp["seconds"] > ddp["mib_sent"] * 2**20 * 8 / 100e6, "as long as the messages take at that rate, at least"
 
 
 def test_pydoc_transformer() -> None:
-    printed = printed_by(2, "pydoc_transformer.py", "--max-steps", 3)
+    printed = printed_by(2, "more/pydoc_transformer.py", "--max-steps", 3)
     assert "selsync on 2 processes, 3 steps" in printed
     numbers = {line.rsplit(maxsplit=1)[0]: line.split()[-1] for line in printed.splitlines() if "  " in line}
     assert 1 < float(numbers["perplexity per character"]) < 103  # the size of the alphabet
@@ -106,7 +148,7 @@ def test_pydoc_transformer() -> None:
 
 @pytest.mark.parametrize("options", [[], ["--trainer"]], ids=["accelerate", "trainer"])
 def test_accelerate_llama(options: list[str]) -> None:
-    printed = printed_by(4, "accelerate_llama.py", "--steps", 6, *options, may_warn=True)
+    printed = printed_by(4, "more/accelerate_llama.py", "--steps", 6, *options, may_warn=True)
     assert "dear between 2 hosts of 2 ranks, 6 steps" in printed
     [losses] = [line.split()[-2:] for line in printed.splitlines() if "loss of the" in line]
     assert float(losses[1]) < float(losses[0]) - 0.3
@@ -115,7 +157,7 @@ def test_accelerate_llama(options: list[str]) -> None:
 def test_sharded_llama() -> None:
     """Under a Trainer and in Fabric the losses are the same."""
     heads, losses = [], []
-    for line in printed_by(4, "sharded_llama.py", "--max-steps", 4, "--context", 16).splitlines():
+    for line in printed_by(4, "more/sharded_llama.py", "--max-steps", 4, "--context", 16).splitlines():
         (losses if line.startswith("  ") else heads).append(line)
     assert heads == [f"dear, {loop}, 2 replicas of 2 ranks" for loop in ("trainer", "fabric")]
     assert losses[:2] == losses[2:]
@@ -124,13 +166,13 @@ def test_sharded_llama() -> None:
 
 
 def test_pipeline_digits() -> None:
-    printed = printed_by(2, "pipeline_digits.py", "--epochs", 3)
+    printed = printed_by(2, "more/pipeline_digits.py", "--epochs", 3)
     assert "ea_pipe on 2 processes, 222 mini-batches" in printed
     assert float(printed.partition("test accuracy")[2].split("%")[0]) > 70
 
 
 def test_non_iid_digits() -> None:
-    printed = printed_by(1, "non_iid_digits.py", "--steps", 80, "--injection", 0.5, 0.5)
+    printed = printed_by(1, "more/non_iid_digits.py", "--steps", 80, "--injection", 0.5, 0.5)
     rows = [line.split("│")[1:5] for line in printed.splitlines() if "%" in line]
     assert [name.strip() for name, *_ in rows] == ["synchronous SGD", "SelSync", "+ injection (0.5, 0.5)"]
     [synchronous, selsync, injected] = [[float(number.strip().rstrip("%")) for number in row[1:]] for row in rows]
@@ -142,7 +184,7 @@ def test_non_iid_digits() -> None:
 
 
 def test_failed_run_fails_the_script(tmp_path: Path) -> None:
-    for result in run_forked(2, "digits.py", "--batch-size", 0, "--output", tmp_path):
+    for result in run_forked(2, "more/digits.py", "--batch-size", 0, "--output", tmp_path):
         assert result.returncode != 0
         assert "batch_size should be a positive integer" in result.stderr
     assert not (tmp_path / "results.json").exists()

@@ -22,7 +22,7 @@ class Run:
         seconds: since training began, at each validation.
         accuracies: on the test set, at each validation.
         steps: of the optimizer, in all.
-        mib_sent: by rank 0, in all.
+        mib_sent: by rank 0, in steps.
     """
 
     strategy: str
@@ -63,7 +63,7 @@ class Recorder(L.Callback):
 
 
 def mib_sent(trainer: L.Trainer) -> float:
-    """Returns the MiB that this rank has sent for training."""
+    """Returns the MiB that this rank has sent in steps."""
     method: Any = getattr(trainer.strategy, "method", None)
     if method is not None:
         return float(method.metrics()["mib_sent"])

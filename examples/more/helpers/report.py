@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from helpers.recording import Run
 from matplotlib.ticker import PercentFormatter
-from recording import Run
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,7 @@ class Row:
         steps: of each run.
         seconds: of training and validation.
         times_as_fast: as the first strategy.
-        mib_sent: by rank 0.
+        mib_sent: by rank 0, in steps.
     """
 
     strategy: str
@@ -73,7 +73,7 @@ def print_table(runs: Sequence[Run], title: str) -> None:
         title=title,
         caption=(
             "Mean of the seeds; test accuracy: of a run's last three epochs (one image is 0.17); seconds: with "
-            "validation; MiB sent: by rank 0, for DDP what a ring all-reduce sends at least."
+            "validation; MiB sent: by rank 0 in steps, for DDP what a ring all-reduce sends at least."
         ),
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -1,8 +1,8 @@
 """Trains on handwritten digits where each process has only some of the digits: without and with data injection.
 
-    python examples/non_iid_digits.py                              two processes, five digits each
-    python examples/non_iid_digits.py --processes 4                four processes, three digits each
-    torchrun --nproc-per-node 2 examples/non_iid_digits.py         as with digits.py
+    python examples/more/non_iid_digits.py                              two processes, five digits each
+    python examples/more/non_iid_digits.py --processes 4                four processes, three digits each
+    torchrun --nproc-per-node 2 examples/more/non_iid_digits.py         as with digits.py
 
 A plain PyTorch loop, without Lightning. A process that has few digits, and trains alone for many steps, forgets
 the others. Synchronous SGD is not affected, since it averages every gradient. SelSync with data injection shares some
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from digit_images import split_digits
-from launching import run_on_ranks
+from helpers.digit_images import split_digits
+from helpers.launching import run_on_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn

@@ -1,10 +1,10 @@
 """Trains a small Transformer on Python's documentation, character by character, with any strategy.
 
-    python examples/pydoc_transformer.py                                     two processes on this machine
-    python examples/pydoc_transformer.py --strategy dear                     same results as DDP
-    python examples/pydoc_transformer.py --strategy pipe_sgd                 each gradient one step late, in 8 bits
-    python examples/pydoc_transformer.py --strategy ddp                      for comparison
-    torchrun --nproc-per-node 2 examples/pydoc_transformer.py                as with digits.py
+    python examples/more/pydoc_transformer.py                                     two processes on this machine
+    python examples/more/pydoc_transformer.py --strategy dear                     same results as DDP
+    python examples/more/pydoc_transformer.py --strategy pipe_sgd                 each gradient one step late, in 8 bits
+    python examples/more/pydoc_transformer.py --strategy ddp                      for comparison
+    torchrun --nproc-per-node 2 examples/more/pydoc_transformer.py                as with digits.py
 
 The text is what `help()` shows on language topics, from the standard library: 465,000 characters in Python 3.11. With
 the same number of steps, local steps cost a language model some perplexity. In the paper SelSync took 38,600 steps to
@@ -20,10 +20,10 @@ from pydoc_data.topics import topics
 
 import lightning as L
 import torch
-from launching import parse_launch_options, trainer_options
+from helpers.launching import parse_launch_options, trainer_options
+from helpers.recording import mib_sent
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from recording import mib_sent
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset

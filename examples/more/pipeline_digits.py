@@ -1,9 +1,9 @@
 """Trains the network of digits.py as a pipeline: each process has some layers, several mini-batches are in flight.
 
-    python examples/pipeline_digits.py                           EA-Pipe on two processes of this machine
-    python examples/pipeline_digits.py --devices 3
-    python examples/pipeline_digits.py --algorithm pipedream        or weight_stashing, naive, spectrain, gpipe, 1f1b
-    torchrun --nproc-per-node 2 examples/pipeline_digits.py      as with digits.py
+    python examples/more/pipeline_digits.py                           EA-Pipe on two processes of this machine
+    python examples/more/pipeline_digits.py --devices 3
+    python examples/more/pipeline_digits.py --algorithm pipedream     or weight_stashing, naive, spectrain, gpipe, 1f1b
+    torchrun --nproc-per-node 2 examples/more/pipeline_digits.py      as with digits.py
 
 The LightningModule is the same as with data-parallel strategies. All processes load the same batches; rank 0 has the
 last layers, computes the loss and logs.
@@ -16,7 +16,7 @@ import time
 
 import lightning as L
 from digits import DigitClassifier, Digits
-from launching import parse_launch_options, trainer_options
+from helpers.launching import parse_launch_options, trainer_options
 
 from lightning_pipesync import EAPipeStrategy
 

@@ -1,7 +1,7 @@
 """Runs a script of a Trainer on hosts with a slow network between them, all on this machine.
 
-    python examples/slow_network.py examples/digits.py --epochs 6
-    python examples/slow_network.py --hosts 4 --rate 100mbit examples/digits.py
+    python examples/more/slow_network.py examples/more/digits.py --epochs 6
+    python examples/more/slow_network.py --hosts 4 --rate 100mbit examples/more/digits.py
 
 Where the kernel allows it (Linux; root, or user namespaces), the hosts have links of that rate, as with
 ``pipesync netlab``. Elsewhere they are processes, and each waits as long as its messages would take to send.
@@ -15,7 +15,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from slow_link import SlowLink
+from helpers.slow_link import SlowLink
 
 from lightning_pipesync.lab.netlab import Network, enter_user_namespace, run_job
 from lightning_pipesync.lab.netlab.network import check_requirements

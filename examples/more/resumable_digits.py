@@ -1,9 +1,9 @@
 """Trains the network of digits.py, saves checkpoints, and resumes from the last one when it is restarted.
 
-    python examples/resumable_digits.py                          two processes on this machine
-    python examples/resumable_digits.py --strategy selsync       or dear, pipe_sgd, ea_pipe, ddp
+    python examples/more/resumable_digits.py                          two processes on this machine
+    python examples/more/resumable_digits.py --strategy selsync       or dear, pipe_sgd, ea_pipe, ddp
     torchrun --nproc-per-node 2 --max-restarts 1 \\
-        examples/resumable_digits.py --die-at-step 50            rank 1 kills itself; all are restarted, and resume
+        examples/more/resumable_digits.py --die-at-step 50            rank 1 kills itself; all are restarted, and resume
 
 The launch files in integrations/ start this script by default, to try the machines and the launcher before the real
 training. All machines must see the same folder of checkpoints.
@@ -20,7 +20,7 @@ from pathlib import Path
 import lightning as L
 import torch.distributed as dist
 from digits import DigitClassifier, Digits
-from launching import parse_launch_options, trainer_options
+from helpers.launching import parse_launch_options, trainer_options
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.utils import parameters_to_vector
 

@@ -1,9 +1,9 @@
 """Trains a small Llama, sharded by FSDP2 among the ranks of a host, with a method between hosts.
 
-    python examples/sharded_llama.py                            four processes: two replicas of two ranks
-    python examples/sharded_llama.py --strategy local_sgd       weights are averaged every 16 steps
-    python examples/sharded_llama.py --loops fabric             in a Fabric loop only
-    torchrun --nnodes 2 --nproc-per-node 8 ... examples/sharded_llama.py --ranks-per-replica 8
+    python examples/more/sharded_llama.py                            four processes: two replicas of two ranks
+    python examples/more/sharded_llama.py --strategy local_sgd       weights are averaged every 16 steps
+    python examples/more/sharded_llama.py --loops fabric             in a Fabric loop only
+    torchrun --nnodes 2 --nproc-per-node 8 ... examples/more/sharded_llama.py --ranks-per-replica 8
 
 It trains on Python's documentation, as pydoc_transformer.py does: under a Trainer, then in a Fabric loop. With the
 same seed both print the same losses. The weights are random ones; nothing is downloaded.
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from launching import parse_launch_options, trainer_options
+from helpers.launching import parse_launch_options, trainer_options
 from pydoc_transformer import PythonTopics
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh

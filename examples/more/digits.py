@@ -1,11 +1,11 @@
 """Trains a small convolutional network on handwritten digits, with DDP and with the methods of this package.
 
-    python examples/digits.py                                    two processes on this machine
-    torchrun --nproc-per-node 2 examples/digits.py               the same
+    python examples/more/digits.py                                    two processes on this machine
+    torchrun --nproc-per-node 2 examples/more/digits.py               the same
     torchrun --nnodes 2 --nproc-per-node 2 \\
         --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
-        examples/digits.py                                       on each of two machines
-    python examples/slow_network.py examples/digits.py           two hosts, emulated on this machine
+        examples/more/digits.py                                       on each of two machines
+    python examples/more/slow_network.py examples/more/digits.py      two hosts, emulated on this machine
 
 The 1,797 images come with scikit-learn. All trainings have the same network, optimizer and number of steps; only the
 Trainer's strategy differs. At the end, rank 0 prints a table and writes a picture and all measurements (results.json).
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from digit_images import split_digits
-from launching import parse_launch_options, trainer_options
-from recording import Recorder, Run
-from report import draw_picture, print_table, write_json
+from helpers.digit_images import split_digits
+from helpers.launching import parse_launch_options, trainer_options
+from helpers.recording import Recorder, Run
+from helpers.report import draw_picture, print_table, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,9 +1,9 @@
 """Trains a small Llama that is sharded within each host, with a method between the hosts, under Accelerate.
 
-    python examples/accelerate_llama.py                       four processes here, as two hosts of two
-    python examples/accelerate_llama.py --trainer             the same in transformers' Trainer
-    python examples/accelerate_llama.py --method local_sgd
-    torchrun --nnodes 2 --nproc-per-node 8 ... examples/accelerate_llama.py --hosts 2
+    python examples/more/accelerate_llama.py                       four processes here, as two hosts of two
+    python examples/more/accelerate_llama.py --trainer             the same in transformers' Trainer
+    python examples/more/accelerate_llama.py --method local_sgd
+    torchrun --nnodes 2 --nproc-per-node 8 ... examples/more/accelerate_llama.py --hosts 2
 
 The model has random weights, and the text is what `help()` shows on language topics, from the standard library.
 """
@@ -18,13 +18,12 @@ from pydoc_data.topics import topics
 import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
-from launching import run_on_ranks
+from helpers.launching import run_on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
-from lightning_pipesync.transformers import PipeSyncTrainerMixin
+from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin, PipeSyncTrainer
 
 CONTEXT = 32
 
@@ -44,10 +43,6 @@ class Windows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         window = self.text[index * CONTEXT : (index + 1) * CONTEXT]
         return {"input_ids": window, "labels": window}
-
-
-class ShardedTrainer(PipeSyncTrainerMixin, Trainer):
-    """transformers' Trainer with a method."""
 
 
 def new_llama(num_characters: int) -> LlamaForCausalLM:
@@ -126,7 +121,7 @@ def train_by_trainer(
             report_to=[],
             disable_tqdm=True,
         )
-        trainer = ShardedTrainer(model=model, args=arguments, train_dataset=data, pipesync=plugin)
+        trainer = PipeSyncTrainer(model=model, args=arguments, train_dataset=data, pipesync=plugin)
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.accelerator.end_training()
