@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
+from lightning_pipesync.training.registry import resolve
 
 
 def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping[str, Any] | None = None) -> Any:
@@ -14,11 +15,11 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
     Raises:
         ValueError: the name or a setting is unknown, or a value out of its range.
     """
-    name, preset, _ = split_method(text)
+    name = split_method(text)[0]
     if name not in config_types:
         raise unknown_method(name, config_types)
     fixed = fixed or {}
-    settings = {**preset, **parse_settings(text, config_types[name], fixed)}
+    _, settings = resolve(text.partition(":")[0], parse_settings(text, config_types[name], fixed))
     try:
         return config_types[name](**settings, **fixed)
     except TypeError as error:

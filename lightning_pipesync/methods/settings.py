@@ -6,7 +6,8 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from lightning_pipesync.core.codecs import get_codec
@@ -25,6 +26,16 @@ LowRankMethod = Literal["acp_sgd", "power_sgd"]
 Partition = Literal["seldp", "defdp"]
 
 
+@dataclass(frozen=True)
+class Not:
+    """All values of a setting but these."""
+
+    values: tuple[Any, ...]
+
+    def __contains__(self, value: object) -> bool:
+        return value not in self.values
+
+
 class Settings:
     """Base of the frozen dataclasses that define a method's settings: their types, defaults, docs and checks.
 
@@ -40,13 +51,21 @@ class Settings:
     for_trainer: ClassVar[Mapping[str, str]] = {}
     #: Settings that the Trainer replaces by its own arguments, each with that argument.
     set_by_trainer: ClassVar[Mapping[str, str]] = {}
+    #: Settings that do not always have an effect, each with the values of others with which it does.
+    acts_with: ClassVar[Mapping[str, Mapping[str, tuple[Any, ...] | Not]]] = MappingProxyType(
+        {
+            "full_pass": {"partition": ("seldp",)},
+            "low_rank_method": {"low_rank": Not((None,))},
+            "torus_columns": {"topology": ("torus2d",)},
+        }
+    )
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
     wait_for_hooks: bool = True
     """Whether a step waits for the weights under a Trainer with hooks of yours, in the module or in a callback, between
     a step and the next forward pass, so that they may read and write weights as with DDP. False, if they do not touch
-    weights: communication stays hidden under the next forward pass."""
+    weights: communication stays hidden under the next forward pass, where ``overlap`` hides it."""
 
     # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"
@@ -75,29 +94,47 @@ class Settings:
     a row for each host; otherwise flat."""
 
     torus_columns: int | None = None
-    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
-    ranks of a host, if there are several."""
+    """With ``topology="torus2d"``: ranks in a row, such as those of a host or a rack. None: as square as possible; with
+    a strategy, the ranks of a host, if there are several."""
 
     checkpoint_replicas: bool = True
     """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
-        """Raises a ValueError unless each setting is of its type, and those of all methods are in their range."""
+        """Raises a ValueError unless each setting is of its type and has an effect, and those of all are in range."""
         annotations = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
             value = checked(field.name, annotations[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
+        self._check_effects()
         self._check("timeout_s", 0 < self.timeout_s < math.inf, "a positive number of seconds")
         lossless = get_codec(self.compression).lossless
-        self._check_least(low_rank=1)
+        self._check_least(low_rank=1, torus_columns=1)
         if self.low_rank is not None:
             refused = {"compression": (not lossless, "none", "makes wire formats, which are never summed")}
             self._refuse(f"low_rank={self.low_rank!r} sums factors", "low_rank=None", refused)
-        if self.torus_columns is not None and (self.topology != "torus2d" or self.torus_columns < 1):
-            raise ValueError(
-                f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
-            )
+
+    def _check_effects(self) -> None:
+        """Raises a ValueError that names a setting which is not at its default, and has no effect with others."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for field in fields(self):
+            value, other = values[field.name], self.obstacle(field.name, values)
+            if other is not None and value != field.default:
+                allowed, present = self.acts_with[field.name][other], getattr(self, other)
+                instead = other if present is None else f"another {other}"
+                if isinstance(allowed, tuple):
+                    instead = f"{other}={' or '.join(map(repr, allowed))}"
+                raise ValueError(
+                    f"{field.name}={value!r} has no effect with {other}={present!r}: set {instead}, or "
+                    f"{field.name}={field.default!r}."
+                )
+
+    @classmethod
+    def obstacle(cls, name: str, settings: Mapping[str, Any]) -> str | None:
+        """Returns the name of a setting with which ``name`` has no effect; what ``settings`` lacks has its default."""
+        needed = cls.acts_with.get(name, {})
+        return next((other for other in needed if settings.get(other, getattr(cls, other)) not in needed[other]), None)
 
     def _check(self, name: str, fits: bool, words: str) -> None:
         """Raises a ValueError that says what a setting must be, and its value, unless it ``fits``."""
@@ -124,8 +161,6 @@ class Settings:
             self._check(name, value is None or value >= bound, f"an integer of at least {bound}")
 
     def _check_data(self) -> None:
-        if self.full_pass and self.partition != "seldp":
-            raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
         if self.injection is not None:
             for name, value in zip(("alpha", "beta"), self.injection, strict=True):
                 if not 0 <= value <= 1:
@@ -168,10 +203,6 @@ class Settings:
         """What a run loses if it resumes with another number of ranks; None: nothing."""
         return None
 
-    def without_effect(self) -> dict[str, str]:
-        """Returns the names of settings that the other settings make ineffective, each with the reason."""
-        return {} if self.low_rank is not None else {"low_rank_method": "without low_rank: set it to a rank, such as 4"}
-
     def for_framework(self: Config) -> Config:
         """Returns the settings for a framework; raises a ValueError if one of them is for plain loops only."""
         return self
@@ -194,20 +225,20 @@ def config_from(config_type: type[Config], config: Config | None, settings: Mapp
     return config
 
 
+def overridden(config_type: type[Settings], settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``settings`` with those ``given`` in their place, and without what has no effect with these."""
+    found = {**settings, **given}
+    while idle := [name for name in found if name not in given and config_type.obstacle(name, found)]:
+        for name in idle:
+            del found[name]
+    return found
+
+
 def check_for_loop(config_type: type[Settings], settings: Mapping[str, Any]) -> None:
     """Raises a ValueError if a setting of a plain loop is for the Trainer only."""
     for name, instead in config_type.for_trainer.items():
         if name in settings:
             raise ValueError(f"{name}={settings[name]!r} is for the Trainer only; in a plain loop, {instead}.")
-
-
-def warn_of_ignored(settings: Settings, rank: int) -> None:
-    """Warns, on rank 0, about each setting that the user has changed and that has no effect."""
-    defaults = {field.name: field.default for field in fields(settings)}
-    for name, why in settings.without_effect().items():
-        value = getattr(settings, name)
-        if rank == 0 and value != defaults.get(name, value):  # a method need not declare those of the engine
-            warnings.warn(f"{name}={value!r} has no effect {why}.", stacklevel=3)
 
 
 def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise: str) -> None:

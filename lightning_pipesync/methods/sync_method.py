@@ -43,7 +43,7 @@ from lightning_pipesync.core.torch_private import is_dtensor, reshard, within_co
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.method import PIECE_MB, group_members, network_metrics, parameters_of
 from lightning_pipesync.methods.module_hook import hook_loading, modules_with
-from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
+from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_one_rank
 from lightning_pipesync.methods.step import StepRecord, UserSteps
 from lightning_pipesync.methods.step_calls import StepCalls
 
@@ -133,7 +133,6 @@ class SyncMethod(StepCalls):
             if self.same_optimizer_states:
                 check = partial(check_same_values, self.transport, named, self.optimizers, weights=False)
                 on_all_ranks(self.transport.job, check)
-            warn_of_ignored(self.config, self.transport.rank)
             if self.config.num_jobs is None:
                 warn_of_one_rank(type(self).__name__, self.transport.world_size)
             _warn_of_sync_batch_norm(type(self).__name__, module, self.transport)

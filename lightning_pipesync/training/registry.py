@@ -17,7 +17,7 @@ from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.setting_types import hint_for, words_for
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Settings, overridden
 from lightning_pipesync.training.class_paths import check_class_paths
 from lightning_pipesync.training.presets import PRESETS
 
@@ -35,7 +35,8 @@ def resolve(name: Any, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
     """
     read = str(name).lower().replace("-", "_")
     if read in PRESETS:
-        return PRESETS[read].method, {**PRESETS[read].settings, **settings}
+        preset = PRESETS[read]
+        return preset.method, overridden(METHODS[preset.method].config_type, preset.settings, settings)
     return (read if read in METHODS else name), dict(settings)
 
 

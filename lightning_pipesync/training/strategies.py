@@ -33,7 +33,7 @@ OF_DDP_DOCS = {
     "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.',
     "start_method": 'as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.',
 }
-RAISES = "    ValueError: a setting is unknown or out of its range."
+RAISES = "    ValueError: a setting is unknown, out of its range or without effect."
 _INDENTED: dict[str, Any] = {
     "initial_indent": " " * 4,
     "subsequent_indent": " " * 8,

@@ -159,6 +159,8 @@ def _draw_pipe_sgd(random: Random) -> Settings:
     }
     if settings["pipeline_level"] == 1:
         settings["bucket_mb"] = random.choice([None, 1e-4, 1e-3])
+    if settings["staleness"] == 0:
+        settings["delay_compensation"] = "none"
     return _with_low_rank(_with_topology(settings))
 
 

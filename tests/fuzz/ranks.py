@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pipesync.methods.settings import overridden
 from lightning_pipesync.methods.sync_method import SyncMethod
+from lightning_pipesync.training import registry
 from tests.fuzz.configuration import Configuration, draw
 from tests.fuzz.methods import METHODS, TIMEOUT_S, Check, Settings
 from tests.fuzz.outcome import Outcome, judge
@@ -37,6 +39,7 @@ class Rank(Worker):
         sharding = self.configuration.sharding
         if self.mesh is not None and sharding is not None and sharding.names_replicas:
             settings = {**settings, "replicas": self.mesh[REPLICAS]}
+        settings = overridden(registry.METHODS[method].config_type, settings, {})
         return METHODS[method].type(self.replica.model, self.replica.optimizers, timeout_s=TIMEOUT_S, **settings)
 
     def new_replica(self, rank: int) -> Replica:

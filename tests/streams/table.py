@@ -76,7 +76,7 @@ TRAININGS: dict[str, list[Training]] = {
         Training("local_sgd", {"period": 2, "overlap_steps": 1, "mixing_factor": "progress"}, side_stream=True),
         Training("local_sgd", {"period": 2, "fragments": 2, "overlap_steps": 1}, flushes=False),
         Training("local_sgd", {"period": 2, "warmup_steps": 3}, stream_per_layer=True),
-        Training("local_sgd", {"period": 2, "elastic_force": 0.3}),
+        Training("local_sgd", {"period": 2, "outer_optimizer": "elastic", "elastic_force": 0.3}),
         Training("local_sgd", {"neighbors": "ring", "period": 1, "overlap_steps": 1, **SMALL}),
         Training("local_sgd", {"neighbors": "random_pairs", "period": 2}),
         *(

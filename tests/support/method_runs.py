@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.methods.settings import overridden
 from lightning_pipesync.training.registry import METHODS
 from tests.support.models import Run, seeded_mlp, state
 
@@ -65,7 +66,7 @@ def begin(
 ) -> Run:
     """Attaches the method of a case, in settings of which some are changed."""
     name, own = {**CASES, **FACTORIZED}[case]
-    return Run(METHODS[name], optimizer, model, **{**own, **settings})
+    return Run(METHODS[name], optimizer, model, **overridden(METHODS[name].config_type, own, settings))
 
 
 def interrupted(case: str, settings: dict[str, Any], resumes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

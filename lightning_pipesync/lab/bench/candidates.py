@@ -23,7 +23,7 @@ from lightning_pipesync.lab.bench.timing import Timed, time_round_robin
 from lightning_pipesync.lab.predictions.cluster import compression_of
 from lightning_pipesync.lab.predictions.entry import BenchCandidate
 from lightning_pipesync.lab.predictions.registry import lab_of
-from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.registry import METHODS, resolve
 
 #: Makes a candidate for a model; a collective call.
 MakeCandidate = Callable[[BenchModel], "Candidate"]
@@ -317,7 +317,7 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any)
         entry = lab_of(name)
         shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
         label = f"{name} ({', '.join(shown)})" if shown else name
-        settings = {**preset, **parse_settings(text, METHODS[name].config_type)}
+        _, settings = resolve(text.partition(":")[0], parse_settings(text, METHODS[name].config_type))
         try:
             declared = entry.bench_candidates(label, settings, bucket_mb)
         except TypeError as error:

@@ -49,8 +49,8 @@ class SelSyncLab(LabEntry):
 
         The former for each bucket size if the average is hidden under the forward pass, unless the settings name one.
         """
-        if "delta" in settings:
-            raise ValueError(f"methods: delta={settings['delta']!r} has no effect on a step that is synchronized.")
+        for name in {"delta", "lssr"} & settings.keys():
+            raise ValueError(f"methods: {name}={settings[name]!r} has no effect on a step that is synchronized.")
         config = SelSyncConfig(**settings, delta=0.0)
         sizes: list[tuple[str, dict[str, Any]]] = [("", {})]
         if config.overlaps_forward and "bucket_mb" not in settings and bucket_mb:

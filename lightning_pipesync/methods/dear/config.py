@@ -13,7 +13,7 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.dtensors import ELEMENTWISE
 from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology
+from lightning_pipesync.methods.settings import LowRankMethod, Not, Settings, Topology
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "forward", "none"]
@@ -32,10 +32,23 @@ class DeARConfig(Settings):
     Pipelining").
 
     Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        ValueError: a setting is out of its range, or has no effect with the others; the message names it and its
+            value.
     """
 
     for_trainer = MappingProxyType({"wait_for_hooks": "call synchronize() before you read or write weights"})
+    acts_with = MappingProxyType(
+        {
+            **Settings.acts_with,
+            "wait_for_hooks": {"overlap": ("eager", "forward")},
+            "bucket_mb": {"fusion": Not(("layers", "none"))},
+            "edge_mb": {"fusion": Not(("layers", "none"))},
+            "search_mb": {"fusion": ("bo", "random", "grid")},
+            "trial_steps": {"fusion": ("bo", "random", "grid")},
+            "max_trials": {"fusion": ("bo", "random", "grid")},
+            "num_layers": {"fusion": ("layers",)},
+        }
+    )
 
     update: Update | None = None
     """``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``: each rank
@@ -64,21 +77,23 @@ class DeARConfig(Settings):
     other ways."""
 
     bucket_mb: MiB | None = None
-    """Maximum bucket size in MiB; in a search, that of the first trial. None: 25."""
+    """Maximum bucket size in MiB, except with ``fusion`` ``layers`` and ``none``; in a search, that of the first trial.
+    None: 25."""
 
     edge_mb: MiB | None = None
     """Maximum size in MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle, up
     to ``bucket_mb``. None: the same for all buckets, with ``fusion="buffer"``."""
 
     search_mb: MiBRange | None = None
-    """Smallest and largest bucket size of a search, in MiB; at most the size of the model. None: 1 to 100, as in the
-    paper; of a model of less than 40 MiB from a fortieth."""
+    """With ``fusion`` ``bo``, ``random`` and ``grid``: smallest and largest bucket size, in MiB; at most the size of
+    the model. None: 1 to 100, as in the paper; of a model of less than 40 MiB from a fortieth."""
 
     trial_steps: int = 10
-    """Steps of a trial of the search; fewer with a size that is clearly worse."""
+    """With ``fusion`` ``bo``, ``random`` and ``grid``: steps of a trial; fewer with a size that is clearly worse."""
 
     max_trials: int = 20
-    """Maximum number of trials of a search, which ends earlier if it has converged."""
+    """With ``fusion`` ``bo``, ``random`` and ``grid``: maximum number of trials; a search that has converged ends
+    earlier."""
 
     num_layers: int = 4
     """Layers of a bucket, with ``fusion="layers"``."""
@@ -139,26 +154,6 @@ class DeARConfig(Settings):
     def needs_as_many_ranks(self) -> bool:
         """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
         return self.uses_error_feedback or self.low_rank is not None
-
-    def without_effect(self) -> dict[str, str]:
-        ignored, chosen = super().without_effect(), f"with fusion={self.fusion!r}"
-        if self.fusion != "layers":
-            ignored["num_layers"] = f"{chosen}: set fusion='layers'"
-        if self.fusion in ("layers", "none"):
-            ignored["bucket_mb"] = f"on what is fused {chosen}: set fusion='buffer'"
-            ignored["edge_mb"] = f"{chosen}: set fusion='buffer'"
-        if self.fusion in ("auto", "buffer", "layers", "none"):
-            for name in ("search_mb", "trial_steps", "max_trials"):
-                ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
-        if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):
-            ignored["overlap"] = "with update='sharded' or compression, which gather nothing under backward"
-        if self.overlap == "none":
-            ignored["wait_for_hooks"] = "with overlap='none', where each step waits: set overlap='eager'"
-        if self.overlap == "forward" and self.low_rank is not None:
-            ignored["overlap"] = "with low_rank, which gathers nothing: set overlap='none' to have weights after a step"
-        if not get_codec(self.compression).lossless and self.usual_update == "replicated":
-            ignored["elementwise"] = "where every rank updates all weights, with compression: set update='sharded'"
-        return ignored
 
     def shards(self, optimizer: Optimizer) -> bool:
         """Returns whether each rank updates its shard of this optimizer's weights only.

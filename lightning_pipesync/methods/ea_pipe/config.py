@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from lightning_pipesync.methods.replicas.settings import check_force
 from lightning_pipesync.methods.setting_types import Seconds
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Not, Settings
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Average = Literal["gradients", "elastic"]
@@ -34,18 +34,32 @@ class EAPipeConfig(Settings):
     """Settings of EA-Pipe ("Pipeline Parallelism With Elastic Averaging", IEEE Access 2024).
 
     Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        ValueError: a setting is out of its range, or has no effect with the others; the message names it and its
+            value.
     """
 
     set_by_trainer = MappingProxyType({"clip_norm": "Trainer(gradient_clip_val=...)"})
     for_trainer = MappingProxyType({"module": "give the pipeline the layers themselves"})
+    acts_with = MappingProxyType(
+        {
+            "elastic_force": {"algorithm": ("ea_pipe",)},
+            "period": {"algorithm": ("ea_pipe",)},
+            "replicas": {"algorithm": Not(SYNCHRONOUS)},
+            "micro_batches": {"algorithm": SYNCHRONOUS},
+            "prediction_smoothing": {"algorithm": ("spectrain",)},
+            "average": {"num_pipelines": Not((1,))},
+            "neighbors": {"num_pipelines": Not((1,))},
+            "average_period": {"average": ("elastic",)},
+            "average_force": {"average": ("elastic",)},
+        }
+    )
 
     elastic_force: float = 0.5
-    """alpha: the fraction of their distance by which a replica and the master are pulled together (Eq. 1). The paper
-    uses 0.1, 0.3 and 0.5; with a weak force the replicas of many stages drift apart."""
+    """alpha of ``ea_pipe``: the fraction of their distance by which a replica and the master are pulled together (Eq.
+    1). The paper uses 0.1, 0.3 and 0.5; with a weak force the replicas of many stages drift apart."""
 
     period: int = 1
-    """tau: the number of a replica's mini-batches between two pulls (Algorithm 1)."""
+    """tau of ``ea_pipe``: the number of a replica's mini-batches between two pulls (Algorithm 1)."""
 
     algorithm: Algorithm = "ea_pipe"
     """``ea_pipe``; or an algorithm that the paper compares it with: ``pipedream`` (weight stashing and vertical sync),
@@ -76,9 +90,9 @@ class EAPipeConfig(Settings):
     stages or more."""
 
     average: Average = "gradients"
-    """What pipelines side by side have in common. ``gradients``: each mini-batch updates with the mean gradient of all
-    pipelines, as a mini-batch of all their samples does. ``elastic``: each pipeline trains by itself, and its weights
-    and a reference model attract each other (AvgPipe); with ``ea_pipe``, ``gpipe`` and ``1f1b``."""
+    """What the pipelines of ``num_pipelines`` have in common. ``gradients``: each mini-batch updates with the mean
+    gradient of all pipelines, as a mini-batch of all their samples does. ``elastic``: each pipeline trains by itself,
+    and its weights and a reference model attract each other (AvgPipe); with ``ea_pipe``, ``gpipe`` and ``1f1b``."""
 
     average_period: int = 1
     """With ``average="elastic"``: the number of mini-batches between two averages."""
@@ -88,8 +102,8 @@ class EAPipeConfig(Settings):
     at most 1 / ``num_pipelines``. ``auto``: 0.9 / ``num_pipelines`` (EASGD)."""
 
     neighbors: Neighbors = "stages"
-    """What neighboring ranks have, such as those of a host: the ``stages`` of one pipeline, so that averages go between
-    hosts; or the same stage of all ``pipelines``, so that activations do."""
+    """With ``num_pipelines`` above 1: what neighboring ranks have, such as those of a host: the ``stages`` of one
+    pipeline, so that averages go between hosts; or the same stage of all ``pipelines``, so that activations do."""
 
     compression: Wire = "none"
     """The dtype in which activations and their gradients are sent: bf16, fp16, or none: the dtype that they have."""
@@ -157,22 +171,3 @@ class EAPipeConfig(Settings):
         if self.num_pipelines > 1 and self.average == "elastic":
             return "all pipelines begin from the reference's weights"
         return "all replicas begin from the master's weights" if self.algorithm == "ea_pipe" else None
-
-    def without_effect(self) -> dict[str, str]:
-        ignored, chosen = {}, f"with algorithm={self.algorithm!r}"
-        if self.algorithm != "ea_pipe":
-            for name in ("elastic_force", "period"):
-                ignored[name] = f"{chosen}: set algorithm='ea_pipe'"
-        if self.algorithm in SYNCHRONOUS:
-            ignored["replicas"] = f"{chosen}, which has one set of weights: leave it out"
-        else:
-            ignored["micro_batches"] = f"{chosen}: set algorithm='gpipe' or '1f1b'"
-        if self.num_pipelines == 1:
-            alone = "with num_pipelines=1: set the number of pipelines side by side"
-            ignored |= dict.fromkeys(("average", "average_period", "average_force", "neighbors"), alone)
-        elif self.average != "elastic":
-            reason = f"with average={self.average!r}: set average='elastic'"
-            ignored |= dict.fromkeys(("average_period", "average_force"), reason)
-        if self.algorithm != "spectrain":
-            ignored["prediction_smoothing"] = f"{chosen}: set algorithm='spectrain'"
-        return ignored

@@ -35,7 +35,7 @@ from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, Optimizer
 from lightning_pipesync.methods.ea_pipe.traced import TracedSplit
 from lightning_pipesync.methods.ea_pipe.weights import mean_state
 from lightning_pipesync.methods.method import PIECE_MB, Method, counted, network_metrics
-from lightning_pipesync.methods.settings import check_launch, config_from, warn_of_ignored, warn_of_one_rank
+from lightning_pipesync.methods.settings import check_launch, config_from, overridden, warn_of_one_rank
 
 #: The settings that determine the structure of a state.
 SAVED = ("algorithm", "replicas", "split_names", "num_pipelines", "average", "neighbors")
@@ -102,7 +102,8 @@ class EAPipe(Method):
         self.config = config_from(EAPipeConfig, config, settings)
         check_launch(type(self).__name__, self.config)
         if optimizer_factory is None:  # one version of the weights is enough
-            self.config = replace(self.config, algorithm="naive", average="gradients", clip_norm=None)
+            changed = {"algorithm": "naive", "average": "gradients", "clip_norm": None}
+            self.config = EAPipeConfig(**overridden(EAPipeConfig, vars(self.config), changed))
         self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
         self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)
@@ -137,7 +138,6 @@ class EAPipe(Method):
         except ValueError:
             self.detach()
             raise
-        warn_of_ignored(self.config, 0 if self._job is None else self._job.rank)
         if self._job is not None:
             warn_of_one_rank(type(self).__name__, self._job.world_size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 from torch.optim import SGD, Adam, Optimizer
@@ -19,7 +20,7 @@ from lightning_pipesync.methods.replicas.settings import (
     force_of,
 )
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, Topology
+from lightning_pipesync.methods.settings import Not, Partition, Topology
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 
@@ -36,8 +37,24 @@ class LocalSGDConfig(ReplicaSettings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
 
     Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        ValueError: a setting is out of its range, or has no effect with the others; the message names it and its
+            value.
     """
+
+    acts_with = MappingProxyType(
+        {
+            **ReplicaSettings.acts_with,
+            **{
+                name: {"period": (BY_GRADIENT,), **ReplicaSettings.acts_with.get(name, {})}
+                for name in ("delta", "lssr", "window", "smoothing")
+            },
+            "outer_lr": {"outer_optimizer": tuple(OUTER_LR)},
+            "outer_momentum": {"outer_optimizer": tuple(OUTER_MOMENTUM)},
+            "elastic_force": {"outer_optimizer": ("elastic",)},
+            "mixing_factor": {"overlap_steps": Not((0,)), "outer_optimizer": Not(("elastic",))},
+            "residual_decay": {"compression": Not(("none",)), "error_feedback": Not((False,))},
+        }
+    )
 
     period: Period = 3
     """H: each fragment is averaged every so many steps. 1: after every step, always. ``"0.25 epoch"``: that share of an
@@ -83,9 +100,9 @@ class LocalSGDConfig(ReplicaSettings):
     """Momentum of ``sgd`` and ``nesterov``, in [0, 1). ``auto``: 0.9 for ``nesterov``, as in DiLoCo, 0 for ``sgd``."""
 
     elastic_force: float | Literal["auto"] = "auto"
-    """alpha of EASGD, in (0, 1): the share of its distance to the global weights by which a replica is attracted, and
-    they by it. ``auto``: 0.9 / number of replicas. With ``lighthouse`` it is 1 / number of replicas at most, whoever
-    comes."""
+    """alpha of ``elastic``, in (0, 1): the share of its distance to the global weights by which a replica is attracted,
+    and they by it. ``auto``: 0.9 / number of replicas. With ``lighthouse`` it is 1 / number of replicas at most,
+    whoever comes."""
 
     fragments: int = 1
     """Number of pieces of the model, in the order of its layers, which are averaged in turns within a period (Streaming
@@ -108,7 +125,8 @@ class LocalSGDConfig(ReplicaSettings):
     """With ``period="selsync"`` and ``delta="auto"``: the target share of local steps, in [0, 1)."""
 
     window: int = 25
-    """With ``period="selsync"``: steps over which the squared gradient norm is smoothed."""
+    """With ``period="selsync"``: steps over which the squared gradient norm is smoothed, with ``smoothing`` below
+    1."""
 
     smoothing: float = 0.16
     """With ``period="selsync"``: smoothing factor of the moving average, in (0, 1]."""
@@ -124,9 +142,9 @@ class LocalSGDConfig(ReplicaSettings):
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
     residual_decay: float | Literal["auto"] = "auto"
-    """With ``error_feedback``: the factor on an error before the next values are added to it, in (0, 1] (beta of
-    SparseLoCo, where it stands for the outer momentum). ``auto``: 0.95 for ``chunked_topk``, as in SparseLoCo; 1 for
-    others, which forgets nothing."""
+    """With a lossy ``compression`` and ``error_feedback``: the factor on an error before the next values are added to
+    it, in (0, 1] (beta of SparseLoCo, where it stands for the outer momentum). ``auto``: 0.95 for ``chunked_topk``, as
+    in SparseLoCo; 1 for others, which forgets nothing."""
 
     topology: Topology = "auto"
     torus_columns: int | None = None
@@ -245,23 +263,3 @@ class LocalSGDConfig(ReplicaSettings):
     @property
     def lost_with_other_ranks(self) -> str | None:
         return "training resumes from the consolidated weights, without the outer optimizer's state"
-
-    def without_effect(self) -> dict[str, str]:
-        ignored = super().without_effect()
-        if self.period != BY_GRADIENT:
-            reason = f"with period={self.period!r}: set period={BY_GRADIENT!r}"
-            ignored |= dict.fromkeys(("delta", "lssr", "window", "smoothing"), reason)
-        kind = self.outer_optimizer
-        if kind not in OUTER_LR:
-            ignored["outer_lr"] = f"with outer_optimizer={kind!r}: set 'sgd', 'nesterov' or 'adam'"
-        if kind not in OUTER_MOMENTUM:
-            ignored["outer_momentum"] = f"with outer_optimizer={kind!r}: set 'sgd' or 'nesterov'"
-        if not self.uses_error_feedback:
-            ignored["residual_decay"] = "without a lossy codec and error_feedback=True: set both, or leave it out"
-        if kind != "elastic":
-            ignored["elastic_force"] = f"with outer_optimizer={kind!r}: set 'elastic'"
-        if not self.overlap_steps:
-            ignored["mixing_factor"] = "with overlap_steps=0, where ranks continue from the average: set overlap_steps"
-        elif kind == "elastic":
-            ignored["mixing_factor"] = "with outer_optimizer='elastic', which does not replace a rank's weights"
-        return ignored

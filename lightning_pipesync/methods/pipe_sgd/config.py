@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
-from lightning_pipesync.methods.settings import LowRankMethod, Settings, Topology
+from lightning_pipesync.methods.settings import LowRankMethod, Not, Settings, Topology
 
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
 
@@ -19,10 +19,21 @@ class PipeSGDConfig(Settings):
     Training").
 
     Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        ValueError: a setting is out of its range, or has no effect with the others; the message names it and its
+            value.
     """
 
     for_trainer = MappingProxyType({"drain": "call the method's drain() after the last step"})
+    acts_with = MappingProxyType(
+        {
+            **Settings.acts_with,
+            "segments": {"pipeline_level": (2,)},
+            "bucket_mb": {"pipeline_level": (1,)},
+            "warmup_steps": {"staleness": Not((0,))},
+            "drain": {"staleness": Not((0,))},
+            "distance_constant": {"delay_compensation": ("distance",)},
+        }
+    )
 
     staleness: int = 1
     """k: by how many steps the update is later than its gradient (Algorithm 1). 0: synchronous SGD. The paper's optimum
@@ -44,13 +55,14 @@ class PipeSGDConfig(Settings):
     """1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is ready (Fig. 7)."""
 
     segments: int = 4
-    """L: number of segments of about the same size into which level 2 divides the gradient."""
+    """With ``pipeline_level=2``: L, the number of segments of about the same size into which the gradient is
+    divided."""
 
     warmup_steps: int = 0
-    """Synchronous steps before the pipeline fills."""
+    """Synchronous steps before the pipeline fills, with ``staleness`` of at least 1."""
 
     bucket_mb: MiB | None = None
-    """Maximum bucket size in MiB at level 1. None: one bucket for each dtype."""
+    """With ``pipeline_level=1``: maximum bucket size in MiB. None: one bucket for each dtype."""
 
     drain: bool = False
     """Whether the end of training applies the last ``staleness`` gradients, which the paper drops."""
@@ -75,10 +87,11 @@ class PipeSGDConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_least(staleness=0, segments=1, warmup_steps=0)
-        if self.pipeline_level == 2 and self.bucket_mb is not None:
+        least = {"momentum": 1, "distance": 1, "staleness": 2}.get(self.delay_compensation, 0)
+        if self.staleness < least:
             raise ValueError(
-                f"pipeline_level=2 divides the gradient into segments={self.segments}: set bucket_mb=None, not "
-                f"{self.bucket_mb!r}."
+                f"delay_compensation={self.delay_compensation!r} has no effect with staleness={self.staleness!r}: set "
+                f"staleness={least}, or more, or delay_compensation='none'."
             )
         self._check("distance_constant", 0 < self.distance_constant < math.inf, "a positive number")
         self._check("bucket_mb", self.bucket_mb is None or self.bucket_mb > 0, "a positive number of MiB")
@@ -107,28 +120,3 @@ class PipeSGDConfig(Settings):
         if self.staleness == 0:
             return None
         return "gradients in flight are dropped, and the pipeline fills anew"
-
-    def without_effect(self) -> dict[str, str]:
-        ignored, chosen = super().without_effect(), f"with staleness={self.staleness!r}"
-        if self.pipeline_level == 1:
-            ignored["segments"] = "with pipeline_level=1: set pipeline_level=2"
-        if self.delay_compensation != "distance":
-            ignored["distance_constant"] = (
-                f"with delay_compensation={self.delay_compensation!r}: set delay_compensation='distance'"
-            )
-        if self.delay_compensation == "staleness" and self.staleness == 1:
-            ignored["delay_compensation"] = (
-                f"{chosen}: a gradient is at most one update late, and the learning rate is divided by 1. Set "
-                "staleness to at least 2, or delay_compensation='distance' or 'none'"
-            )
-        if not self.keeps_local_gradients:
-            ignored["checkpoint_own_gradients"] = (
-                f"with staleness={self.staleness!r} and delay_compensation={self.delay_compensation!r}: no rank keeps "
-                "gradients of its own"
-            )
-        if self.staleness == 0:
-            for name in ("warmup_steps", "drain"):
-                ignored[name] = f"{chosen}, which is synchronous: set staleness to at least 1"
-            if self.delay_compensation != "none":
-                ignored["delay_compensation"] = f"{chosen}: no gradient is late. Set staleness to at least 1"
-        return ignored

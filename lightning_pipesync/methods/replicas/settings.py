@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.faults.lighthouse import ADDRESS, NUMBER
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Not, Settings
 
 #: How the average of all replicas is made.
 Average = Literal["all_reduce", "server"]
@@ -29,6 +30,15 @@ BETA = 0.9
 
 class ReplicaSettings(Settings):
     """Base of a method's settings; a method declares and documents those that users may set."""
+
+    acts_with = MappingProxyType(
+        {
+            **Settings.acts_with,
+            "lssr": {"delta": ("auto",)},
+            "window": {"smoothing": Not((1,))},
+            "num_replicas": {"lighthouse": Not((None,))},
+        }
+    )
 
     # When the gradient decides which steps are synchronized (SelSync, Algorithm 1).
     delta: float | Literal["auto"] = "auto"
@@ -52,9 +62,10 @@ class ReplicaSettings(Settings):
     num_replicas: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._set_from_environment("lighthouse", ADDRESS)
-        self._set_from_environment("num_replicas", NUMBER)
+        if self.lighthouse is not None:
+            self._set_from_environment("num_replicas", NUMBER)
+        super().__post_init__()
         self._check("delta", self.delta == "auto" or self.delta >= 0, "at least 0")
         self._check("lssr", 0 <= self.lssr < 1, "in [0, 1)")
         self._check_least(window=1, warmup_steps=0, fragments=1, overlap_steps=0, ranks_per_replica=1)
@@ -154,16 +165,6 @@ class ReplicaSettings(Settings):
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
         """Returns what makes the optimizer of the global weights; None: they become the replicas' average."""
         return None
-
-    def without_effect(self) -> dict[str, str]:
-        ignored = super().without_effect()
-        if self.smoothing == 1:
-            ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
-        if self.num_replicas is not None and self.lighthouse is None:
-            ignored["num_replicas"] = "without lighthouse: leave it out"
-        if self.delta != "auto":
-            ignored["lssr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
-        return ignored
 
 
 def force_of(force: float | Literal["auto"], num_replicas: int) -> float:

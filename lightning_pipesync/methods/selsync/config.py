@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.settings import Average, MakeOptimizer, ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import LowRankMethod, Partition, Topology
+from lightning_pipesync.methods.settings import LowRankMethod, Not, Partition, Topology
 
 Aggregation = Literal["parameters", "gradients"]
 Overlap = Literal["forward", "none"]
+
+#: With what some step is synchronized, and with what weights are averaged then.
+_SYNCHRONIZES: Mapping[str, Any] = {"delta": Not((math.inf,))}
+_AVERAGES_WEIGHTS: Mapping[str, Any] = {"aggregation": ("parameters",), **_SYNCHRONIZES}
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,24 @@ class SelSyncConfig(ReplicaSettings):
     """Settings of SelSync (Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization").
 
     Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        ValueError: a setting is out of its range, or has no effect with the others; the message names it and its
+            value.
     """
 
     for_trainer = MappingProxyType({"wait_for_hooks": "call synchronize() before you read or write weights"})
+    acts_with = MappingProxyType(
+        {
+            **ReplicaSettings.acts_with,
+            "aggregation": _SYNCHRONIZES,
+            "average": _SYNCHRONIZES,
+            "compression": _SYNCHRONIZES,
+            "low_rank": _SYNCHRONIZES,
+            "outer_lr": _AVERAGES_WEIGHTS,
+            "outer_momentum": _AVERAGES_WEIGHTS,
+            "overlap": _AVERAGES_WEIGHTS,
+            "wait_for_hooks": {"overlap": ("forward",)},
+        }
+    )
     compares_steps: ClassVar[bool] = False  # the flags of gradients do, and delta=inf is independent training
 
     delta: float | Literal["auto"] = "auto"
@@ -59,7 +78,7 @@ class SelSyncConfig(ReplicaSettings):
     wait_for_hooks: bool = True
 
     window: int = 25
-    """Steps over which the squared gradient norm is smoothed (Section III-A)."""
+    """Steps over which the squared gradient norm is smoothed (Section III-A), with ``smoothing`` below 1."""
 
     smoothing: float = 0.16
     """Smoothing factor of the moving average, in (0, 1]. The paper uses number of ranks / 100, 0.16 for its 16 ranks;
@@ -108,6 +127,11 @@ class SelSyncConfig(ReplicaSettings):
         super().__post_init__()
         self._check("outer_lr", 0 < self.outer_lr < math.inf, "a positive number")
         self._check("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)")
+        if self.lr_scale not in ("auto", self.scale_of_steps):
+            raise ValueError(
+                f"lr_scale={self.lr_scale!r} has no effect with aggregation={self.aggregation!r} and delta="
+                f"{self.delta!r}: set aggregation='parameters' and a finite delta, or lr_scale='auto'."
+            )
         if self.low_rank is not None:
             refused = {"aggregation": (self.aggregation != "gradients", "gradients", "averages none")}
             self._refuse(f"low_rank={self.low_rank!r} factorizes gradients", "low_rank=None", refused)
@@ -160,26 +184,3 @@ class SelSyncConfig(ReplicaSettings):
     @property
     def needs_as_many_ranks(self) -> bool:
         return True  # each rank has a replica
-
-    def without_effect(self) -> dict[str, str]:
-        ignored = super().without_effect()
-        if not self.overlaps_forward:
-            ignored["wait_for_hooks"] = "with an average that ends before step() returns: set overlap='forward'"
-        if self.aggregation == "gradients":
-            for name in ("lr_scale", "outer_lr", "outer_momentum", "overlap"):
-                ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"
-        if self.is_local:
-            for name in (
-                "aggregation",
-                "average",
-                "compression",
-                "error_feedback",
-                "low_rank",
-                "low_rank_method",
-                "lr_scale",
-                "outer_lr",
-                "outer_momentum",
-                "overlap",
-            ):
-                ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"
-        return ignored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from torch.optim import SGD, Optimizer
@@ -14,7 +15,7 @@ from lightning_pipesync.core.dtensors import ELEMENTWISE
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.servers.policies import Policy, policies
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Not, Settings
 
 PolicyName = Literal[
     "sync",
@@ -48,6 +49,9 @@ _POLICIES_WITH = {
     "outer_momentum": ("diloco",),
 }
 
+#: Those in which no gradient is stale.
+_FRESH = ("sync", "k_sync", "k_batch_sync")
+
 #: The policies in which no learner waits for one that is slow or lost.
 _ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", "easgd", "diloco")
 
@@ -69,8 +73,21 @@ class ParameterServerConfig(Settings):
     """Settings of SGD with parameter servers (lecture "Distributed Deep Learning", SGD variants).
 
     Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        ValueError: a setting is out of its range, or has no effect with the others; the message names it and its
+            value.
     """
+
+    acts_with = MappingProxyType(
+        {
+            **{name: {"policy": those} for name, those in _POLICIES_WITH.items()},
+            "grace_s": {"policy": _POLICIES_WITH["grace_s"], "k": Not((None,))},
+            "independent_shards": {"policy": ("async", "downpour"), "servers": Not((1,))},
+            "staleness_lr": {"policy": Not((*_FRESH, "easgd"))},
+            "distance_bound": {"staleness_lr": ("distance",)},
+            "delay_compensation": {"policy": Not(_FRESH)},
+            "dc_lambda": {"delay_compensation": ("dc_asgd",)},
+        }
+    )
 
     policy: PolicyName = "k_batch_async"
     """When the servers update the weights. ``sync``: when all learners have pushed a gradient. ``k_sync``: when ``k``
@@ -119,8 +136,8 @@ class ParameterServerConfig(Settings):
     """Learning rate of the outer optimizer of ``diloco``, which is SGD with Nesterov momentum."""
 
     outer_momentum: float = 0.9
-    """Its momentum, in [0, 1). With a ``k`` well below the number of learners set less: each of them is moved on by the
-    momentum of the others."""
+    """Momentum of the outer optimizer of ``diloco``, in [0, 1). With a ``k`` well below the number of learners set
+    less: each of them is moved on by the momentum of the others."""
 
     servers: int | None = None
     """Number of servers: the first ranks, each with a share of the weights; they also train. None: all ranks."""
@@ -141,7 +158,7 @@ class ParameterServerConfig(Settings):
     weights of each learner for that."""
 
     distance_bound: float = 0.005
-    """C / eta_max of that rule: the squared distance above which the learning rate falls."""
+    """C / eta_max of ``staleness_lr="distance"``: the squared distance above which the learning rate falls."""
 
     delay_compensation: DelayCompensation = "none"
     """How stale gradients are compensated. ``momentum``: learners get weights predicted by momentum alone, as many
@@ -150,7 +167,7 @@ class ParameterServerConfig(Settings):
     learner for that."""
 
     dc_lambda: float = 0.04
-    """lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian."""
+    """lambda of ``delay_compensation="dc_asgd"``: how much of the gradient's outer product stands for the Hessian."""
 
     elementwise: OptimizerClasses = ()
     """Classes of further element-wise optimizers, which can be divided among several servers."""
@@ -191,11 +208,6 @@ class ParameterServerConfig(Settings):
         self._check("dc_lambda", 0 <= self.dc_lambda < math.inf, "at least 0")
         if self.dedicated_servers and self.servers is None:
             raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
-        if self.independent_shards and self.policy not in ("async", "downpour"):
-            raise ValueError(
-                f"independent_shards=True is for policies in which every push is an update, 'async' and 'downpour', "
-                f"and policy={self.policy!r}: set one of them, or independent_shards=False."
-            )
         moves = self.policy in ("downpour", "easgd", "diloco")
         of_one_version = f"is for weights of one version, and with independent_shards={self.independent_shards} shards"
         apart = f"{of_one_version} have versions of their own"
@@ -301,23 +313,3 @@ class ParameterServerConfig(Settings):
     def needs_as_many_ranks(self) -> bool:
         """Whether a run resumes only with as many ranks as before: residuals differ between ranks."""
         return self.uses_error_feedback
-
-    def without_effect(self) -> dict[str, str]:
-        ignored = {
-            name: f"with policy={self.policy!r}: set {' or '.join(map(repr, names))}"
-            for name, names in _POLICIES_WITH.items()
-            if self.policy not in names
-        }
-        if self.policy in ("sync", "k_sync", "k_batch_sync"):
-            for name in ("staleness_lr", "delay_compensation"):
-                ignored[name] = f"with policy={self.policy!r}, in which no gradient is stale"
-        on_learners = {"easgd": ("staleness_lr", "elementwise", "error_feedback"), "diloco": ("elementwise",)}
-        reason = f"with policy={self.policy!r}, whose optimizers run on the learners"
-        ignored |= dict.fromkeys(on_learners.get(self.policy, ()), reason)
-        if self.independent_shards and self.servers == 1:
-            ignored["independent_shards"] = "with servers=1, which has all shards: set servers=2, or more"
-        if self.staleness_lr != "distance":
-            ignored["distance_bound"] = f"with staleness_lr={self.staleness_lr!r}: set 'distance'"
-        if self.delay_compensation != "dc_asgd":
-            ignored["dc_lambda"] = f"with delay_compensation={self.delay_compensation!r}"
-        return ignored

@@ -22,7 +22,7 @@ from tests.support.models import OPTIMIZERS
 #: Prepared again, and then saved.
 AGAIN = ("dear", "selsync", "pipe_sgd")
 #: Pipelines side by side: two of two stages.
-AVERAGES = ("gradients", "elastic")
+AVERAGES: dict[str, dict[str, Any]] = {"gradients": {}, "elastic": {"average": "elastic", "average_period": 2}}
 
 
 def scales_that_are_resumed(folder: Path) -> tuple[float, float]:
@@ -159,9 +159,9 @@ def assert_resumed(wholes: list[Any], resumed: list[Any]) -> None:
 
 def test_pipelines_side_by_side_resume(folder: Path) -> None:
     """The ranks of a pipeline load the same batches, and the pipelines divide the samples of an epoch."""
-    settings = {"split": (2,), "num_pipelines": 2, "average_period": 2}
+    settings: dict[str, Any] = {"split": (2,), "num_pipelines": 2}
     cases = {
-        (average, resumed): partial(train, "ea_pipe", folder / average, resumed, average=average, **settings)
+        (average, resumed): partial(train, "ea_pipe", folder / average, resumed, **AVERAGES[average], **settings)
         for average in AVERAGES
         for resumed in (False, True)
     }

@@ -135,8 +135,8 @@ def test_learners_resume_with_their_replicas_and_optimizers() -> None:
     kinds: dict[str, dict[str, Any]] = {
         "easgd": {"policy": "easgd", "period": 3},
         "diloco": {"policy": "diloco", "period": 3},
-        "async": {**SHARDS, "servers": 1},
-        "downpour": {**DOWNPOUR_SHARDS, "servers": 1},
+        "async": SHARDS,
+        "downpour": DOWNPOUR_SHARDS,
     }
     cases = {(name, how): partial(resume, kinds[name], how) for name in kinds for how in ("flushed", "resumed")}
     outcomes = launch_cases(cases, 1)

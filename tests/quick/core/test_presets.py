@@ -15,24 +15,12 @@ import pytorch_lightning
 from benchmarks.converge import config_of
 from lightning_pipesync import LocalSGD, PipeSyncPlugin, register_method
 from lightning_pipesync.lab.bench.candidates import makers
-from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.presets import PRESETS
 from lightning_pipesync.training.registry import METHODS, make_config
 from tests.support.commands import ROOT
 
 #: Names with underscores, which may be typed as dashes, and capitals.
 SPELLINGS = (str, lambda name: name.replace("_", "-"), str.upper)
-
-
-def settings_of(name: str) -> Settings:
-    preset = PRESETS[name]
-    return METHODS[preset.method].config_type(**preset.settings)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_what_has_an_effect(name: str) -> None:
-    assert name not in METHODS
-    assert not set(PRESETS[name].settings) & set(settings_of(name).without_effect())
 
 
 def test_the_docs_have_the_settings_of_each_preset() -> None:
@@ -46,6 +34,7 @@ def test_the_docs_have_the_settings_of_each_preset() -> None:
 @pytest.mark.parametrize(("name", "spelled"), [(name, SPELLINGS[i % 3]) for i, name in enumerate([*METHODS, *PRESETS])])
 def test_frameworks_know_a_name(name: str, spelled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each framework checks the settings of a plain loop or of a Trainer itself."""
+    assert not (name in METHODS and name in PRESETS)
     method = PRESETS[name].method if name in PRESETS else name
     expected = make_config(method, PRESETS[name].settings if name in PRESETS else {})
     quiet = {"accelerator": "cpu", "devices": 1}
@@ -73,6 +62,19 @@ def test_the_users_settings_override_a_presets(monkeypatch: pytest.MonkeyPatch) 
     plugin = PipeSyncPlugin.from_environment()
     assert plugin is not None
     assert plugin.config == PipeSyncPlugin("diloco", period=30).config == config_of("diloco:period=30") == expected
+
+
+def test_what_is_left_of_a_preset_without_effect_is_left_out() -> None:
+    """The user's settings are checked as without a preset."""
+    given = {"outer_optimizer": "elastic", "compression": "none"}
+    kept = {"period": 100, "lr_scale": 1.0, "follow_lr": False, "fragments": 8, "overlap_steps": 1}
+    expected = make_config("local_sgd", {**kept, **given})
+    text = "streaming_diloco:outer_optimizer=elastic,compression=none"
+    [maker] = makers([text], ())
+    from_text = maker.keywords["declared"].config  # type: ignore[attr-defined]
+    assert PipeSyncPlugin("streaming_diloco", **given).config == config_of(text) == from_text == expected
+    with pytest.raises(ValueError, match=r"outer_lr=0\.5 has no effect with outer_optimizer='elastic'"):
+        PipeSyncPlugin("streaming_diloco", **given, outer_lr=0.5)
 
 
 def test_benchmarks_know_presets() -> None:

@@ -128,7 +128,7 @@ def test_none_means_no_compression(method: str) -> None:
     [
         ("selsync", {"delta": np.float64(0.5), "window": np.int64(7)}, {"delta": 0.5, "window": 7}),
         ("selsync", {"injection": [0.5, np.float32(0.25)]}, {"injection": (0.5, 0.25)}),
-        ("dear", {"trial_steps": 5.0, "error_feedback": np.False_}, {"trial_steps": 5, "error_feedback": False}),
+        ("dear", {"low_rank": 5.0, "error_feedback": np.False_}, {"low_rank": 5, "error_feedback": False}),
         ("dear", {"elementwise": [Adadelta]}, {"elementwise": (Adadelta,)}),
         ("ea_pipe", {"split": [1, np.int64(2)]}, {"split": (1, 2)}),
         ("local_sgd", {"outer_optimizer": None}, {"outer_optimizer": "none"}),

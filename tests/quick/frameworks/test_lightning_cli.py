@@ -47,7 +47,7 @@ def of_class(name: str, **settings: str) -> list[str]:
         ),
         ("SelSyncStrategy", {"compression": "lightning_pipesync.TopK"}, {"compression": TopK()}),
         ("SelSyncStrategy", {"compression": "TopK", "compression.ratio": "0.05"}, {"compression": TopK(ratio=0.05)}),
-        ("DeARStrategy", {"search_mb": "[1,50]", "compression": "bf16"}, {"search_mb": (1, 50), "compression": "bf16"}),
+        ("DeARStrategy", {"search_mb": "[1,50]", "fusion": "bo"}, {"search_mb": (1, 50), "fusion": "bo"}),
         ("DeARStrategy", {"elementwise": "[torch.optim.AdamW]"}, {"elementwise": (torch.optim.AdamW,)}),
         ("PipeSGDStrategy", {"pipeline_level": "2", "drain": "true"}, {"pipeline_level": 2, "drain": True}),
         ("EAPipeStrategy", {"split": "[2]", "algorithm": "gpipe"}, {"split": (2,), "algorithm": "gpipe"}),

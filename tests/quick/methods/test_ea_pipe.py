@@ -190,9 +190,12 @@ def test_one_stage_with_hardly_any_force_is_plain_sgd(rows: int) -> None:
     [
         ({"clip_norm": 1.0, "algorithm": "naive"}, "clip_norm"),
         ({"clip_norm": 1.0, "algorithm": "weight_stashing"}, "clip_norm"),
-        ({"num_pipelines": 4, "average_force": 0.3}, "average_force=0.3 .* set 0.25 at most"),
+        ({"num_pipelines": 4, "average": "elastic", "average_force": 0.3}, "average_force=0.3 .* set 0.25 at most"),
         *(
-            ({"average": "elastic", "algorithm": algorithm}, f"average='elastic' .* algorithm='{algorithm}'")
+            (
+                {"num_pipelines": 2, "average": "elastic", "algorithm": algorithm},
+                f"average='elastic' .* algorithm='{algorithm}'",
+            )
             for algorithm in ("pipedream", "weight_stashing", "naive", "spectrain")
         ),
     ],

@@ -177,8 +177,8 @@ def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], facto
     ("settings", "words"),
     [
         ({"dedicated_servers": True}, "set servers=1, or more"),
-        ({**SHARDS, "policy": "ssp"}, "independent_shards=True is for policies in which every push is an update"),
-        ({**SHARDS, "policy": "easgd"}, "independent_shards=True is for policies in which every push is an update"),
+        ({**SHARDS, "policy": "ssp"}, "independent_shards=True has no effect with policy='ssp'"),
+        ({**SHARDS, "policy": "easgd"}, "independent_shards=True has no effect with policy='easgd'"),
         ({**SHARDS, "delay_compensation": "momentum"}, "delay_compensation='momentum' is for weights of one"),
         ({**SHARDS, "staleness_lr": "distance"}, "staleness_lr='distance' is for weights of one version"),
         (
