@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: What is said of a training that is not exact, and ended level with DDP (docs/benchmarks.md, docs/results.md).
 AT_DDPS_QUALITY = "at DDP's quality in our tests"
 
+#: From so many workers on, local steps of Adam lost quality on text: 20% of the perplexity (docs/benchmarks.md).
+MANY_WORKERS = 16
+
 #: The :class:`Exchange` that averages all weights, by codec.
 AVERAGES = "averages"
 
@@ -88,6 +91,11 @@ def period_of(config: Any) -> int:
     """Returns the setting ``period``, if there is one and it is a number of steps; otherwise 1."""
     period = getattr(config, "period", 1)
     return period if isinstance(period, int) and period >= 1 else 1
+
+
+def caution(world_size: int) -> str:
+    """Returns what is to be said of the quality of local steps with so many workers."""
+    return "" if world_size < MANY_WORKERS else "; with Adam try it first: on text 16 workers lost quality"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from lightning_pipesync.lab.predictions.entry import (
     LabEntry,
     Prediction,
     StandIn,
+    caution,
     period_of,
 )
 from lightning_pipesync.lab.predictions.work import Work
@@ -54,7 +55,8 @@ class LocalSGDLab(LabEntry):
             if codec in averages:
                 average = averages[codec].all_reduce(work.num_bytes, cluster.world_size)
                 on_wire = cluster.seconds_on_wire(work.num_bytes, codec)
-                yield [self._predict(work, average, on_wire, {"period": period, **variant}) for period in PERIODS]
+                chosen = [{"period": period, **variant} for period in PERIODS]
+                yield [self._predict(work, cluster, average, on_wire, settings) for settings in chosen]
 
     def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn:
         return StandIn({"period": 10**6})
@@ -62,10 +64,13 @@ class LocalSGDLab(LabEntry):
     def settings_for_racks(self, ranks_per_rack: int) -> Mapping[str, Any]:
         return {"ranks_per_replica": ranks_per_rack}
 
-    def _predict(self, work: Work, average: float, on_wire: float, settings: Mapping[str, Any]) -> Prediction:
+    def _predict(
+        self, work: Work, cluster: Cluster, average: float, on_wire: float, settings: Mapping[str, Any]
+    ) -> Prediction:
         seconds = step_seconds(work.seconds_with(self.name), average, on_wire, settings)
         why = f"averages every {settings['period']} steps"
         why += "" if settings["period"] < LONG else ", with a smaller learning rate"
+        why += caution(cluster.world_size)
         return Prediction(self.name, settings, seconds, exact=False, why=why)
 
 

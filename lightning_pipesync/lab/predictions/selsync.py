@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from lightning_pipesync.lab.predictions.cluster import Cluster
-from lightning_pipesync.lab.predictions.entry import AVERAGES, BenchCandidate, LabEntry, Prediction, StandIn
+from lightning_pipesync.lab.predictions.entry import AVERAGES, BenchCandidate, LabEntry, Prediction, StandIn, caution
 from lightning_pipesync.lab.predictions.work import Work
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
@@ -73,7 +73,7 @@ class SelSyncLab(LabEntry):
                     {"lssr": lssr},
                     work.seconds_with(self.name) + (1 - lssr) * average,
                     exact=False,
-                    why=f"{lssr:.0%} of the steps are local",
+                    why=f"{lssr:.0%} of the steps are local{caution(cluster.world_size)}",
                 )
                 for lssr in LSSR
             ]

@@ -237,6 +237,13 @@ def test_every_method_is_predicted_beside_hsdp() -> None:
         assert found[method].seconds == whole[method].seconds, "what a rank sends is its own shard"
 
 
+@pytest.mark.parametrize("hosts", [15, 16])
+def test_many_workers_are_told_to_try_local_steps_first(hosts: int) -> None:
+    found = by_method(predict(WORK, cluster(1e8).with_hosts(hosts)))
+    told = {name: "lost quality" in one.why for name, one in found.items()}
+    assert {name for name in told if told[name]} == ({"selsync", "local_sgd"} if hosts == 16 else set())
+
+
 def test_no_torus_is_planned_which_replicas_in_shards_refuse() -> None:
     for hosts in (4, 8, 64):
         settings = [one.settings for one in predict(WORK, replace(between(1e8), has_trees=False).with_hosts(hosts))]
