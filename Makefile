@@ -123,8 +123,9 @@ dist:
 # The site is outputs/site; it needs no network. DOCS_REPOSITORY_URL=https://... links to source files there.
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs]'
-	$(BIN)/python -m sphinx -W --keep-going -c docs . outputs/site
+	mkdir -p outputs/site
 	echo '<meta http-equiv="refresh" content="0; url=README.html">' > outputs/site/index.html
+	$(BIN)/python -m sphinx -W --keep-going -c docs . outputs/site
 
 clean:
 	rm -rf .venv .venv-* dist outputs
