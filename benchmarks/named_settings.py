@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
-from lightning_pipesync.training.registry import resolve
+from lightning_pipesync.lab.bench.named_settings import resolved_settings, split_method, unknown_method
 
 
 def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping[str, Any] | None = None) -> Any:
@@ -19,7 +18,7 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
     if name not in config_types:
         raise unknown_method(name, config_types)
     fixed = fixed or {}
-    _, settings = resolve(text.partition(":")[0], parse_settings(text, config_types[name], fixed))
+    settings = resolved_settings(text, config_types[name], fixed)
     try:
         return config_types[name](**settings, **fixed)
     except TypeError as error:

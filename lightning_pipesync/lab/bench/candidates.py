@@ -18,12 +18,12 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.named_settings import parse_settings, split_method, unknown_method
+from lightning_pipesync.lab.bench.named_settings import resolved_settings, split_method, unknown_method
 from lightning_pipesync.lab.bench.timing import Timed, time_round_robin
 from lightning_pipesync.lab.predictions.cluster import compression_of
 from lightning_pipesync.lab.predictions.entry import BenchCandidate
 from lightning_pipesync.lab.predictions.registry import lab_of
-from lightning_pipesync.training.registry import METHODS, resolve
+from lightning_pipesync.training.registry import METHODS
 
 #: Makes a candidate for a model; a collective call.
 MakeCandidate = Callable[[BenchModel], "Candidate"]
@@ -317,7 +317,7 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float], **arguments: Any)
         entry = lab_of(name)
         shown = [*([text.partition(":")[0]] if preset else []), *filter(None, chosen.split(","))]
         label = f"{name} ({', '.join(shown)})" if shown else name
-        _, settings = resolve(text.partition(":")[0], parse_settings(text, METHODS[name].config_type))
+        settings = resolved_settings(text, METHODS[name].config_type)
         try:
             declared = entry.bench_candidates(label, settings, bucket_mb)
         except TypeError as error:

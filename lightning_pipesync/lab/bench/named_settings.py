@@ -34,6 +34,11 @@ def parse_settings(text: str, config_type: type[Any], fixed: Iterable[str] = ())
     return settings
 
 
+def resolved_settings(text: str, config_type: type[Any], fixed: Iterable[str] = ()) -> dict[str, Any]:
+    """Returns the settings of :func:`parse_settings`, with those of a preset that act with them."""
+    return resolve(text.partition(":")[0], parse_settings(text, config_type, fixed))[1]
+
+
 def unknown_method(name: str, known: Iterable[str], otherwise: str = "") -> ValueError:
     """Returns the error for a name that is not ``known``, with ``otherwise`` at its end."""
     listed = [*known]
